@@ -1,0 +1,1 @@
+"""What is on disk: safetensors files, tokenizer, chat template, hub."""

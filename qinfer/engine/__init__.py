@@ -1,0 +1,1 @@
+"""Turning prompts of token ids into new token ids."""

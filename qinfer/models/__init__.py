@@ -1,0 +1,1 @@
+"""The decoder and the table of architectures it covers."""

@@ -1,0 +1,1 @@
+"""The numeric operations under the decoder, and the choice of their backend."""

@@ -1,0 +1,22 @@
+"""The command group."""
+
+import click
+
+from qinfer_cli.convert import convert
+from qinfer_cli.errors import ErrorHandlingGroup
+from qinfer_cli.generate import generate
+
+
+@click.group(cls=ErrorHandlingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="qinfer")
+def cli() -> None:
+    """Shrink a language model to 8 or 4 bits, and run it on modest hardware.
+
+    \b
+    qinfer convert HuggingFaceTB/SmolLM2-135M-Instruct smol-int4
+    qinfer generate smol-int4 "What is the capital of France?"
+    """
+
+
+cli.add_command(convert)
+cli.add_command(generate)

@@ -1,0 +1,244 @@
+"""Text in, text out: a model directory with its tokenizer, chat template and engine joined."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qinfer import ops
+from qinfer.checkpoint.chat import ChatTemplate
+from qinfer.checkpoint.safetensors import Checkpoint
+from qinfer.checkpoint.streaming import TextStream
+from qinfer.checkpoint.tokenizer import Tokenizer
+from qinfer.config import ModelConfig, read_json
+from qinfer.engine.engine import Engine
+from qinfer.engine.sequence import FinishReason
+from qinfer.errors import CheckpointError, PromptError, QInferError, UnsupportedModelError
+from qinfer.models.decoder import Decoder
+from qinfer.sampling import SamplingParams
+
+_READABLE_METHODS = ("compressed-tensors", "bitsandbytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a completion took.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt, template included.
+        completion_tokens: Tokens sampled, an end-of-sequence token included.
+        ttft_s: From the start of prefill to the first token.
+        decode_s: From the first token to the last.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    decode_s: float
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first."""
+        steps = self.completion_tokens - 1
+        return self.decode_s / steps if steps > 0 else None
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens by the time to the first token."""
+        return self.prompt_tokens / self.ttft_s
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Output tokens after the first, by their time."""
+        return 1 / self.tpot_s if self.tpot_s else None
+
+
+class Completion:
+    """A completion as it comes: iterate for text, then read the rest.
+
+    Attributes:
+        seed: That reproduces it.
+        token_ids: Sampled so far.
+        finish_reason: None while it runs.
+        error: What went wrong where the reason is `error`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt_ids: SequenceOf[int],
+        stream: TextStream,
+        params: SamplingParams,
+        max_tokens: int | None,
+    ) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._sequence = engine.start(prompt_ids, params, max_tokens)
+        self.seed = self._sequence.sampler.seed
+        self.finish_reason: FinishReason | None = None
+        self.error: QInferError | None = None
+        self._usage: Usage | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens sampled so far, an end-of-sequence token included."""
+        return self._sequence.token_ids[self._sequence.prompt_tokens :]
+
+    @property
+    def usage(self) -> Usage:
+        """What it took; known when it has ended."""
+        if self._usage is None:
+            raise RuntimeError("iterate over the completion first")
+        return self._usage
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield text as it becomes final; once."""
+        sequence, stream = self._sequence, self._stream
+        start = first = last = time.perf_counter()
+        while sequence.finish_reason is None and not stream.stopped:
+            token = self._engine.step(sequence)
+            last = time.perf_counter()
+            if sequence.new_tokens <= 1:
+                first = last
+            if token is not None and token not in self._engine.stop_ids:
+                yield from _nonempty(stream.push(token))
+        yield from _nonempty(stream.finish())
+        self.finish_reason = "stop" if stream.stopped else sequence.finish_reason
+        self.error = sequence.error
+        self._usage = Usage(sequence.prompt_tokens, sequence.new_tokens, first - start, last - first)
+
+
+def _nonempty(text: str) -> Iterator[str]:
+    if text:
+        yield text
+
+
+class LanguageModel:
+    """A model directory, ready to complete text.
+
+    Attributes:
+        config: Its configuration.
+        generation_config: Its `generation_config.json`, empty if there is none.
+        tokenizer: Its tokenizer.
+        chat_template: Its chat template, None if there is none.
+        engine: The engine over its decoder.
+    """
+
+    def __init__(
+        self, directory: Path, *, device: str = "auto", context_tokens: int | None = None
+    ) -> None:
+        """Open a Hugging Face directory; weights are mapped, not read.
+
+        Args:
+            directory: Of 16-bit weights, or quantized as `qinfer convert` does.
+            device: `auto`, `cpu` or `cuda`.
+            context_tokens: Most tokens of prompt and output; None is what the model allows.
+
+        Raises:
+            CheckpointError: Something is missing, damaged or does not fit together.
+            UnsupportedModelError: Architecture or weight format is not covered.
+        """
+        raw = read_json(directory / "config.json")
+        self.config = ModelConfig.from_dict(raw, origin=str(directory / "config.json"))
+        _check_quantization(raw, directory)
+        path = directory / "generation_config.json"
+        self.generation_config: Mapping[str, Any] = read_json(path) if path.exists() else {}
+        self.tokenizer = Tokenizer.load(directory)
+        if self.tokenizer.vocab_size > self.config.vocab_size:
+            raise CheckpointError(
+                f"{directory}: the tokenizer has {self.tokenizer.vocab_size:,} tokens, the model's "
+                f"vocabulary only {self.config.vocab_size:,}",
+                hint="Tokenizer and model do not belong together; download the model again.",
+            )
+        self.chat_template = ChatTemplate.load(directory)
+        self.engine = Engine(
+            Decoder(Checkpoint(directory), self.config, ops.select(device)),
+            vocab_size=self.tokenizer.vocab_size,
+            stop_ids=self._stop_ids(),
+            context_tokens=self._context(context_tokens),
+        )
+
+    def _stop_ids(self) -> set[int]:
+        """The union of what generation config, model config and tokenizer call the end."""
+        declared = self.generation_config.get("eos_token_id")
+        ids = declared if isinstance(declared, list) else [declared]
+        found = {i for i in (*ids, self.tokenizer.eos_token_id) if isinstance(i, int) and i >= 0}
+        return found | set(self.config.eos_token_ids)
+
+    def _context(self, asked: int | None) -> int:
+        limit = self.config.max_position_embeddings
+        if asked is not None and asked > limit:
+            raise QInferError(
+                f"--ctx-size {asked:,} is more than the model's {limit:,} positions",
+                hint=f"Use {limit} or less.",
+            )
+        return asked or limit
+
+    def prompt_ids(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:
+        """Tokens of a prompt, in the model's chat template if it has one.
+
+        Args:
+            prompt: A user's message, or with `raw` the text to continue.
+            system: A system message; needs a chat template.
+            raw: Leave the template out.
+
+        Raises:
+            PromptError: Nothing to run: no text, and no beginning-of-sequence token either.
+        """
+        if self.chat_template is not None and not raw:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            messages.append({"role": "user", "content": prompt})
+            return self.chat_template.render_ids(self.tokenizer, messages)
+        if system is not None:
+            why = "with --raw" if raw else "without a chat template"
+            raise PromptError(
+                f"a system prompt has no place {why}", hint="Put it in front of the prompt."
+            )
+        ids = self.tokenizer.encode(prompt)
+        if not ids and self.tokenizer.bos_token_id is not None:
+            return [self.tokenizer.bos_token_id]
+        if not ids:
+            raise PromptError(
+                "the prompt is empty and the model has no beginning-of-sequence token",
+                hint="Give at least one character.",
+            )
+        return ids
+
+    def complete(
+        self,
+        prompt_ids: SequenceOf[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int | None = None,
+        stop: SequenceOf[str] = (),
+        continues: bool = False,
+    ) -> Completion:
+        """Begin a completion.
+
+        Args:
+            prompt_ids: From `prompt_ids`.
+            params: How to sample.
+            max_tokens: Bound on new tokens; None is up to the end of the context.
+            stop: Strings that end it; they are not part of the text.
+            continues: The text goes on where the prompt ends, so a leading space counts.
+
+        Raises:
+            PromptError: The prompt is empty or leaves no room in the context.
+        """
+        before = prompt_ids if continues else ()
+        stream = TextStream(self.tokenizer, prompt_ids=before, stop=stop)
+        return Completion(self.engine, prompt_ids, stream, params, max_tokens)
+
+
+def _check_quantization(raw: Mapping[str, Any], directory: Path) -> None:
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if method is not None and method not in _READABLE_METHODS:
+        raise UnsupportedModelError(
+            f"{directory} is quantized with {method}, which is not supported",
+            hint=f"Supported: {', '.join(_READABLE_METHODS)}, and 16-bit weights; "
+            "qinfer convert SOURCE OUT quantizes those.",
+        )

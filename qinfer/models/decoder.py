@@ -1,0 +1,272 @@
+"""The decoder, written once over the operations and driven by configuration.
+
+Read it from the bottom up: `Decoder` embeds, runs the blocks, normalizes; a `Block` is attention
+and an MLP, each behind a norm and added to the residual. Tokens are a flat list of one sequence's
+consecutive tokens; the cache holds what came before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qinfer.checkpoint.safetensors import Checkpoint
+from qinfer.config import ModelConfig
+from qinfer.errors import CheckpointError
+from qinfer.models.architectures import TABLE, Architecture, linear_shapes, prefix_in
+from qinfer.models.rope import frequencies
+from qinfer.ops.reference import ReferenceOps
+from qinfer.quant.weights import Weight, load_weight
+
+
+class Cache(Protocol):
+    """Where a sequence's keys and values are kept."""
+
+    length: int
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens' keys and values behind the `length` ones that are there.
+
+        Args:
+            layer: Index of the block.
+            k: [tokens, kv_heads, head_dim].
+            v: Like `k`.
+
+        Returns:
+            All keys and values of the layer, each [kv_heads, length + tokens, head_dim].
+        """
+        ...
+
+
+class _Loader:
+    """Takes named tensors out of a checkpoint, checks shapes, and prepares them for a backend."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: ReferenceOps) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.arch: Architecture = TABLE[config.architecture]
+        self.prefix = prefix_in(checkpoint.tensors, self.arch)
+        self.ops = ops
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        data = self.checkpoint.tensor(name)
+        if tuple(data.shape) != shape or not data.is_floating_point():
+            raise CheckpointError(
+                f"{name} is {data.dtype} {list(data.shape)}, config.json implies {list(shape)}",
+                hint="Weights and config.json do not belong together; download the model again.",
+            )
+        return data
+
+    def vector(self, name: str, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.tensor(name, (size,)).to(self.ops.device, dtype)
+
+    def weight(self, name: str, shape: tuple[int, int], *, transposed: bool = False) -> Weight:
+        return self.ops.prepare(load_weight(self.checkpoint, name, shape, transposed=transposed))
+
+    def norm(self, name: str, size: int) -> Callable[[Tensor], Tensor]:
+        weight, eps, ops = self.vector(f"{name}.weight", size), self.config.norm_eps, self.ops
+        if self.arch.norm == "rms":
+            return lambda x: ops.rms_norm(x, weight, eps)
+        bias = self.vector(f"{name}.bias", size)
+        return lambda x: ops.layer_norm(x, weight, bias, eps)
+
+    def linear(self, block: str, name: str) -> Linear:
+        n, k, has_bias = linear_shapes(self.config)[name]
+        weight = self.weight(block + name, (n, k), transposed=self.arch.transposed)
+        bias = self.vector(f"{block}{name}.bias", n, self.ops.dtype) if has_bias else None
+        return Linear(self.ops, weight, bias)
+
+
+class Linear:
+    """A projection, quantized or not."""
+
+    def __init__(self, ops: ReferenceOps, weight: Weight, bias: Tensor | None) -> None:
+        self.ops = ops
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] → [tokens, outputs]."""
+        return self.ops.linear(x, self.weight, self.bias)
+
+
+class Attention:
+    """Grouped-query attention with rotary or learned positions."""
+
+    def __init__(self, load: _Loader, block: str, layer: int) -> None:
+        config, arch = load.config, load.arch
+        self.ops = load.ops
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.window = config.layer_windows[layer]
+        self.heads = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.num_key_value_heads,
+        )
+        self.qkv = [load.linear(block, name) for name in arch.qkv]
+        self.o_proj = load.linear(block, arch.output)
+        self.q_norm = load.norm(block + arch.q_norm, self.head_dim) if config.qk_norm else None
+        self.k_norm = load.norm(block + arch.k_norm, self.head_dim) if config.qk_norm else None
+
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: Cache) -> Tensor:
+        """[tokens, hidden] → [tokens, hidden]; stores the tokens' keys and values in `cache`."""
+        q, k, v = self._project(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = self.ops.rotary(q, *rotation), self.ops.rotary(k, *rotation)
+        keys, values = cache.update(self.layer, k, v)
+        mixed = self.ops.attention(q, keys, values, scale=self.scale, window=self.window)
+        return self.o_proj(mixed.flatten(1))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, hidden] → q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
+        if len(self.qkv) == 1:
+            sizes = [n * self.head_dim for n in self.heads]
+            parts = torch.split_with_sizes(self.qkv[0](x), sizes, dim=-1)
+        else:
+            parts = tuple(projection(x) for projection in self.qkv)
+        q, k, v = (
+            part.view(len(part), n, self.head_dim)
+            for part, n in zip(parts, self.heads, strict=True)
+        )
+        return q, k, v
+
+
+class MLP:
+    """Two or, with a gate, three projections around a nonlinearity."""
+
+    def __init__(self, load: _Loader, block: str) -> None:
+        arch = load.arch
+        self.ops = load.ops
+        self.kind = load.config.hidden_act
+        self.gate_proj = load.linear(block, arch.gate) if arch.gate is not None else None
+        self.up_proj = load.linear(block, arch.up)
+        self.down_proj = load.linear(block, arch.down)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] → [tokens, hidden]."""
+        up = self.up_proj(x)
+        if self.gate_proj is None:
+            return self.down_proj(self.ops.activation(up, self.kind))
+        return self.down_proj(self.ops.gated_activation(self.gate_proj(x), up, self.kind))
+
+
+class Block:
+    """Attention and MLP, each behind a norm and added to the residual."""
+
+    def __init__(self, load: _Loader, layer: int) -> None:
+        block, hidden = f"{load.prefix}{load.arch.layers}.{layer}.", load.config.hidden_size
+        self.attention_norm = load.norm(block + load.arch.attention_norm, hidden)
+        self.attention = Attention(load, block, layer)
+        self.mlp_norm = load.norm(block + load.arch.mlp_norm, hidden)
+        self.mlp = MLP(load, block)
+
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: Cache) -> Tensor:
+        """[tokens, hidden] → [tokens, hidden]."""
+        x = x + self.attention(self.attention_norm(x), rotation, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder:
+    """A causal language model without its tokenizer.
+
+    Attributes:
+        config: What it was built from.
+        ops: The backend.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: ReferenceOps) -> None:
+        """Map the weights; pages are read when first used.
+
+        Raises:
+            CheckpointError: A tensor is missing or has another shape than the config implies.
+            UnsupportedModelError: A weight is quantized in a way that is not covered.
+        """
+        load = _Loader(checkpoint, config, ops)
+        arch, vocab = load.arch, (config.vocab_size, config.hidden_size)
+        self.config = config
+        self.ops = ops
+        self.embed_tokens = load.tensor(f"{load.prefix}{arch.embedding}.weight", vocab)
+        self.embed_positions = None
+        if arch.positions is not None:
+            table = (config.max_position_embeddings, config.hidden_size)
+            self.embed_positions = load.tensor(f"{load.prefix}{arch.positions}.weight", table)
+        self.blocks = [Block(load, i) for i in range(config.num_hidden_layers)]
+        self.norm = load.norm(load.prefix + arch.final_norm, config.hidden_size)
+        head = load.prefix + arch.embedding if config.tie_word_embeddings else arch.head
+        self.lm_head = load.weight(head, vocab)
+        if config.rope is not None:
+            inv_freq, self.rope_factor = frequencies(
+                config.rope, config.head_dim, config.max_position_embeddings
+            )
+            self.inv_freq = inv_freq.to(ops.device)
+
+    def forward(
+        self, ids: Tensor, cache: Cache, *, watch: Callable[[str, Tensor], None] | None = None
+    ) -> Tensor:
+        """Run tokens that follow those in the cache, and store their keys and values there.
+
+        The cache's length is the caller's to advance, so a call may be repeated.
+
+        Args:
+            ids: int64 [tokens], in `[0, vocab_size)`.
+            cache: Of this sequence; `cache.length` is the position of the first token.
+            watch: Called with the name and output [tokens, hidden] of the embedding, of each
+                block and of the final norm.
+
+        Returns:
+            [tokens, hidden], normalized, in the backend's dtype.
+        """
+        positions = torch.arange(cache.length, cache.length + len(ids), device=self.ops.device)
+        x = self.ops.embedding(self.embed_tokens, ids)
+        if self.embed_positions is not None:
+            x = x + self.ops.embedding(self.embed_positions, positions)
+        rotation = self._rotation(positions) if self.config.rope is not None else None
+        if watch is not None:
+            watch("the embedding", x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotation, cache)
+            if watch is not None:
+                watch(f"layer {i}", x)
+        x = self.norm(x)
+        if watch is not None:
+            watch("the final norm", x)
+        return x
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 [tokens, head_dim / 2] each."""
+        angles = positions.float().unsqueeze(1) * self.inv_freq
+        return angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the vocabulary for the tokens given.
+
+        Args:
+            hidden: [tokens, hidden] from `forward`; pass only the tokens that need logits.
+
+        Returns:
+            fp32 [tokens, vocab_size].
+        """
+        return self.ops.logits(hidden, self.lm_head)
+
+    def locate_nonfinite(self, ids: Tensor, cache: Cache) -> str | None:
+        """Repeat a `forward` and name the first part whose output is not finite, if any is.
+
+        Args:
+            ids: As passed to `forward`.
+            cache: With the length it had then.
+        """
+        places: list[str] = []
+
+        def watch(name: str, x: Tensor) -> None:
+            if not bool(x.isfinite().all()):
+                places.append(name)
+
+        self.forward(ids, cache, watch=watch)
+        return places[0] if places else None

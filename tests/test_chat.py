@@ -108,6 +108,21 @@ PHI3 = """\
 {% for message in messages %}{{'<|' + message['role'] + '|>' + '\\n' + message['content'] + \
 '<|end|>\\n' }}{% endfor %}{{ '<|assistant|>\\n' }}"""
 
+# As in Zephyr and TinyLlama: the lines and indents of the blocks are no part of the prompt.
+ZEPHYR = """\
+{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+  {% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+  {% else %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+  {% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "llama2": LLAMA2,
@@ -115,6 +130,7 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "qwen": QWEN,
     "phi3": PHI3,
+    "zephyr": ZEPHYR,
 }
 SPECIAL = [
     *("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"),

@@ -197,6 +197,16 @@ def test_invalid_bytes_are_not_held_forever() -> None:
     assert len("".join(out.push(lead) for _ in range(50))) == 49
 
 
+@pytest.mark.parametrize("after", ["<0xFF>", "a", "<0xE2>"])
+def test_unfinished_character_in_the_middle(after: str) -> None:
+    ids = [SENTENCEPIECE.backend.token_to_id(token) for token in ("<0xE2>", "<0x82>", after, "b")]
+    shown = stream(SENTENCEPIECE, ids)
+    assert shown == SENTENCEPIECE.decode(ids)
+    assert shown.startswith("\N{REPLACEMENT CHARACTER}" * 2)
+    ids = [BYTE_LEVEL.backend.token_to_id(token) for token in ("â", "Ĥ", "b")]
+    assert stream(BYTE_LEVEL, ids) == BYTE_LEVEL.decode(ids) == "\N{REPLACEMENT CHARACTER}b"
+
+
 def test_real_replacement_character_is_text() -> None:
     for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
         ids = tokenizer.encode("a\N{REPLACEMENT CHARACTER}")

@@ -324,16 +324,16 @@ def _output_config(
 
 
 def _compressed_tensors_config(tensors: list[TensorPlan]) -> dict[str, Any]:
-    """The most common format takes every `Linear`; modules of other formats are named."""
+    """The most common format takes every `Linear`; before it, modules of others are named."""
     modules: dict[Affine, list[str]] = {}
     for tensor in tensors:
         if isinstance(tensor.format, Affine):
             modules.setdefault(tensor.format, []).append(tensor.module)
-    ranked = sorted(modules, key=lambda fmt: -len(modules[fmt]))
-    groups = {}
-    for i, fmt in enumerate(ranked):
-        groups[f"group_{i}"] = {
-            "targets": ["Linear"] if i == 0 else sorted(modules[fmt]),
+    *others, most = sorted(modules, key=lambda fmt: len(modules[fmt]))
+    targets = {fmt: sorted(modules[fmt]) for fmt in others} | {most: ["Linear"]}
+    groups = {
+        f"group_{i}": {
+            "targets": names,
             "weights": {
                 "num_bits": fmt.bits,
                 "type": "int",
@@ -345,6 +345,8 @@ def _compressed_tensors_config(tensors: list[TensorPlan]) -> dict[str, Any]:
             "input_activations": None,
             "output_activations": None,
         }
+        for i, (fmt, names) in enumerate(targets.items())
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

@@ -93,7 +93,7 @@ class TextStream:
         end = len(self._pending)
         for at in range(max(0, end - longest + 1), end):
             tail = self._pending[at:]
-            if any(stop.startswith(tail) and stop != tail for stop in self._stops):
+            if any(stop.startswith(tail) for stop in self._stops):
                 return at
         return end
 

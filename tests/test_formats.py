@@ -1,0 +1,81 @@
+"""A converted directory opens in transformers and generates the same tokens there."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from qinfer.generation import LanguageModel
+from qinfer.sampling import SamplingParams
+from qinfer_converters.convert import convert
+from qinfer_converters.huggingface import HuggingFaceSource
+from qinfer_converters.plan import make_plan
+
+GREEDY = SamplingParams(temperature=0)
+CASES = [
+    ("int4", 32, "llama"),
+    ("int4", None, "qwen2"),
+    ("int4", None, "mistral"),
+    ("int8", None, "llama-untied-bias"),
+    ("int8", 32, "llama"),
+    ("nf4", None, "llama"),
+    ("nf4", None, "qwen3"),
+    ("nf4", None, "gpt2"),
+    ("bf16", None, "llama"),
+    ("bf16", None, "gpt2"),
+]
+
+
+def load_in_transformers(directory):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that load it
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, device_map="cpu"
+        )
+    for module in model.modules():  # bitsandbytes would compute in bf16, whatever was asked for
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.float32
+            module.compute_type_is_set = True
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return model.eval()
+
+
+def generate(model, ids, count):
+    completion = model.complete(ids, GREEDY, max_tokens=count)
+    list(completion)
+    return completion.token_ids
+
+
+@pytest.mark.parametrize(("scheme", "group_size", "name"), CASES)
+def test_transformers_generates_the_same_tokens(scheme, group_size, name, tiny_model, tmp_path):
+    source = HuggingFaceSource(tiny_model(name))
+    out = tmp_path / "out"
+    convert(source, make_plan(source, scheme, group_size), out)
+    config = json.loads((out / "config.json").read_text())
+    config["eos_token_id"] = None  # both run to the end
+    (out / "config.json").write_text(json.dumps(config))
+    ids = [10, 20, 30, 40, 50, 60, 70]
+    reference = load_in_transformers(out)
+    tensor = torch.tensor([ids])
+    with torch.inference_mode():
+        expected_logits = reference(tensor).logits[0]
+        expected = reference.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            max_new_tokens=48,
+            do_sample=False,
+            eos_token_id=None,
+        )[0, len(ids) :].tolist()
+    model = LanguageModel(out, device="cpu")
+    model.engine.stop_ids = frozenset()
+    model.engine.vocab_size = model.config.vocab_size  # transformers does not mask padding
+    decoder = model.engine.decoder
+    sequence = model.engine.start(ids, GREEDY, 1)
+    with torch.inference_mode():
+        logits = decoder.logits(decoder.forward(torch.tensor(ids), sequence.cache))
+    assert (logits - expected_logits).abs().max() < 1e-4
+    assert generate(model, ids, 48) == expected

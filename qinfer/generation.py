@@ -109,7 +109,9 @@ class Completion:
         yield from _nonempty(stream.finish())
         self.finish_reason = "stop" if stream.stopped else sequence.finish_reason
         self.error = sequence.error
-        self._usage = Usage(sequence.prompt_tokens, sequence.new_tokens, first - start, last - first)
+        self._usage = Usage(
+            sequence.prompt_tokens, sequence.new_tokens, ttft_s=first - start, decode_s=last - first
+        )
 
 
 def _nonempty(text: str) -> Iterator[str]:

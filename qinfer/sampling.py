@@ -143,7 +143,7 @@ def _from_generation_config(config: Mapping[str, Any], skip: Mapping[str, Any]) 
                 f"generation_config.json: {error}",
                 hint=f"Correct the file, or override it with --{name.replace('_', '-')}.",
             ) from error
-    if config.get("do_sample") is False and "temperature" not in skip:
+    if config.get("do_sample") is False:
         found["temperature"] = 0.0
     return found
 
@@ -321,8 +321,8 @@ class _History:
     def banned(self, token_ids: Sequence[int]) -> set[int]:
         """Return the ids that followed the last n - 1 tokens before."""
         assert self._ngram_size is not None
-        start = len(token_ids) + 1 - self._ngram_size
-        return self._followers.get(tuple(token_ids[start:]), set()) if start >= 0 else set()
+        prefix = tuple(token_ids[len(token_ids) + 1 - self._ngram_size :])
+        return self._followers.get(prefix, set())  # a prefix still too short is no key
 
 
 class Sampler:

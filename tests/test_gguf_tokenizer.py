@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -282,21 +283,32 @@ def test_sentencepiece_user_tokens_match_typed_spaces() -> None:
     keys["tokenizer.ggml.scores"] = [*keys["tokenizer.ggml.scores"], 0.0, 0.0]
     count = len(keys["tokenizer.ggml.tokens"])
     tokenizer = rebuilt(keys)
-    assert tokenizer.encode("x<a b><c>", add_special_tokens=False).ids[-2:] == [
-        count - 2,
-        count - 1,
-    ]
-    assert tokenizer.decode(tokenizer.encode("x<a b><c>").ids) == "x<a b>"
+    ids = tokenizer.encode("x<a b><c>", add_special_tokens=False).ids
+    assert ids[-2:] == [count - 2, count - 1]
+    assert tokenizer.decode(ids) == "x<a b>"
 
 
 # Files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
-def test_transformers_loads_what_was_written(tmp_path: Path, kind: str, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "pre"),
+    [
+        ("llama", "smollm"),
+        ("llama", "llama-bpe"),
+        ("llama", None),  # SentencePiece
+        ("mistral", None),
+        ("mistral", "tekken"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen2"),
+        ("gpt2", "gpt-2"),
+    ],
+)
+def test_transformers_loads_what_was_written(
+    tmp_path: Path, model_type: str, pre: str | None
+) -> None:
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}é\n{% endfor %}"
-    keys = SPM_KEYS if kind == "llama" else byte_level_keys(train_byte_level(SMOLLM), "smollm")
+    keys = SPM_KEYS if pre is None else byte_level_keys(train_byte_level(GPT2), pre)
     keys = llama_keys() | keys | {"tokenizer.chat_template": template}
     keys |= {"tokenizer.chat_template.tool_use": "named", "tokenizer.chat_template.../x": "no"}
     tensors = llama_tensors()
@@ -307,7 +319,7 @@ def test_transformers_loads_what_was_written(tmp_path: Path, kind: str, arch: st
         assert isinstance(content, bytes)
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
-    (directory / "config.json").write_text(json.dumps(source.config | {"model_type": arch}))
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert {path.name for path in directory.rglob("*.*")} == {
         "config.json",
         "tokenizer.json",
@@ -320,7 +332,8 @@ def test_transformers_loads_what_was_written(tmp_path: Path, kind: str, arch: st
     for text in TEXTS:
         ids = tokenizer.encode(text).ids
         assert loaded(text).input_ids == ids
-        assert loaded.decode(ids, skip_special_tokens=True) == text
+        expected = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        assert loaded.decode(ids, skip_special_tokens=True) == expected
     assert loaded.eos_token_id == source.config["eos_token_id"]
     assert loaded.bos_token_id == source.config["bos_token_id"]
     turns = [{"role": "user", "content": "hi"}]
@@ -339,10 +352,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "unknown union": ({"tokenizer.ggml.merges": ["! !"]}, "does not join two tokens"),
     "too many": ({"tokenizer.ggml.tokens": ["x"] * 1_000_001}, "embedding has 1000000 rows"),
     "scores": (SPM_KEYS | {"tokenizer.ggml.scores": [0.5]}, "but 1 scores"),
-    "no scores": (
-        SPM_KEYS | {"tokenizer.ggml.scores": None, "tokenizer.ggml.merges": None},
-        "miss",
-    ),
+    "no scores": (SPM_KEYS | {"tokenizer.ggml.scores": None}, r"tokenizer\.ggml\.scores is miss"),
 }
 
 

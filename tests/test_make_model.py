@@ -152,6 +152,13 @@ def test_impossible_shapes_are_usage_errors(
     assert not (tmp_path / "model").exists()
 
 
+def test_bfloat16_is_float32_rounded_to_nearest_even(tmp_path: Path) -> None:
+    high = load(make(tmp_path / "high", vocab_size=6000, dtype="float32")).state_dict()
+    low = load(make(tmp_path / "low", vocab_size=6000, dtype="bfloat16")).state_dict()
+    for name, weight in high.items():
+        assert torch.equal(weight.bfloat16(), low[name]), name
+
+
 def test_files_are_not_overwritten(tiny: Path) -> None:
     before = contents(tiny)
     done = run(tiny, seed=5)

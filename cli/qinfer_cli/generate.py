@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 @json_option
 @quiet_option
 def generate(**options: Any) -> None:
-    """Complete PROMPT with MODEL, a directory or a hub id.
+    r"""Complete PROMPT with MODEL, a directory or a hub id.
 
     The text goes to stdout as it comes, figures go to stderr. PROMPT may be - for stdin. Sampling
     defaults come from the model's generation_config.json, else temperature 0.7 and top-p 0.9.

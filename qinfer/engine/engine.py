@@ -1,4 +1,4 @@
-"""The engine: prefill a prompt in chunks, then decode token by token. Token ids only, never text."""
+"""Prefill a prompt in chunks, then decode it token by token. Token ids only, never text."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qinfer.errors import QInferError
+from qinfer.ops.cpu.ops import CPUOps
 from qinfer.ops.reference import ReferenceOps
 
 
@@ -23,6 +24,6 @@ def select(device: str) -> ReferenceOps:
             hint="Leave --device out to run on the CPU, or install a CUDA build of torch.",
         )
     if device == "cpu" or not available:
-        return ReferenceOps(torch.device("cpu"), torch.float32)
+        return CPUOps()
     native = torch.cuda.is_bf16_supported(including_emulation=False)
     return ReferenceOps(torch.device("cuda"), torch.bfloat16 if native else torch.float16)

@@ -1,0 +1,1 @@
+"""Native operations for a CPU."""

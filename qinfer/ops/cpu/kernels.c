@@ -2,8 +2,8 @@
  *
  * Activations, sums and results are fp32, so these differ from the reference operations only in the
  * order of addition. A row of the result is computed by one thread in one order: it depends neither
- * on the number of threads nor on the other rows. Plain C11; the loops over LANES are what compilers
- * turn into vector instructions. Called through ctypes: no Python API here.
+ * on the number of threads nor on the other rows. Plain C11, and AVX2 variants chosen at run time.
+ * Called through ctypes: no Python API here.
  */
 #include <pthread.h>
 #include <sched.h>
@@ -13,10 +13,10 @@
 #include <string.h>
 #include <unistd.h>
 
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__)
-#define VECTORIZED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define VECTORIZED
+#if defined(__GNUC__) && defined(__x86_64__)
+#include <immintrin.h>
+#define HAVE_AVX2_VARIANTS 1
+#define AVX2 __attribute__((target("avx2,fma")))
 #endif
 
 enum { LANES = 16, CHUNK_ROWS = 16 };
@@ -87,7 +87,7 @@ static inline void split_pairs(float *to, const float *x, int64_t columns)
         }
 }
 
-VECTORIZED static float dot_int4(const weight *w, int64_t row, const float *x)
+static float dot_int4(const weight *w, int64_t row, const float *x)
 {
     const uint8_t *data = w->data + row * w->row_bytes;
     int64_t groups = w->columns / w->group;
@@ -104,7 +104,7 @@ VECTORIZED static float dot_int4(const weight *w, int64_t row, const float *x)
     return sum_lanes(sum);
 }
 
-VECTORIZED static float dot_int8(const weight *w, int64_t row, const float *x)
+static float dot_int8(const weight *w, int64_t row, const float *x)
 {
     const uint8_t *data = w->data + row * w->row_bytes;
     int64_t groups = w->columns / w->group;
@@ -126,7 +126,7 @@ VECTORIZED static float dot_int8(const weight *w, int64_t row, const float *x)
     return sum_lanes(sum) + tail;
 }
 
-VECTORIZED static float dot_nf4(const weight *w, int64_t row, const float *x)
+static float dot_nf4(const weight *w, int64_t row, const float *x)
 {
     const uint8_t *data = w->data + row * w->row_bytes;
     int64_t blocks = w->columns / w->group;
@@ -142,7 +142,7 @@ VECTORIZED static float dot_nf4(const weight *w, int64_t row, const float *x)
     return sum_lanes(sum);
 }
 
-VECTORIZED static float dot_bf16(const weight *w, int64_t row, const float *x)
+static float dot_bf16(const weight *w, int64_t row, const float *x)
 {
     const uint16_t *data = (const uint16_t *)(w->data + row * w->row_bytes);
     float sum[LANES] = {0}, tail = 0;
@@ -155,7 +155,130 @@ VECTORIZED static float dot_bf16(const weight *w, int64_t row, const float *x)
     return sum_lanes(sum) + tail;
 }
 
-VECTORIZED static void row_int4(const weight *w, int64_t row, float *out)
+#ifdef HAVE_AVX2_VARIANTS
+AVX2 static inline __m256 widen(__m128i bytes) /* the low 8 signed bytes */
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+
+AVX2 static inline float sum_avx2(__m256 a, __m256 b)
+{
+    float lanes[LANES];
+    _mm256_storeu_ps(lanes, a);
+    _mm256_storeu_ps(lanes + 8, b);
+    return sum_lanes(lanes);
+}
+
+/* a, b += s * (16 values `first` times x[0..15] + 16 values `second` times x[16..31]) */
+#define ADD_PAIRS(first, second)                                                                  \
+    do {                                                                                          \
+        __m128i f_ = (first), s_ = (second);                                                      \
+        __m256 p_ = _mm256_mul_ps(widen(f_), _mm256_loadu_ps(x));                                 \
+        __m256 q_ = _mm256_mul_ps(widen(_mm_srli_si128(f_, 8)), _mm256_loadu_ps(x + 8));          \
+        p_ = _mm256_fmadd_ps(widen(s_), _mm256_loadu_ps(x + 16), p_);                             \
+        q_ = _mm256_fmadd_ps(widen(_mm_srli_si128(s_, 8)), _mm256_loadu_ps(x + 24), q_);          \
+        a = _mm256_fmadd_ps(s, p_, a);                                                            \
+        b = _mm256_fmadd_ps(s, q_, b);                                                            \
+    } while (0)
+
+AVX2 static float dot_int4_avx2(const weight *w, int64_t row, const float *x)
+{
+    const uint8_t *data = w->data + row * w->row_bytes;
+    const __m128i mask = _mm_set1_epi8(15), zero = _mm_set1_epi8(8);
+    int64_t groups = w->columns / w->group;
+    __m256 a = _mm256_setzero_ps(), b = a;
+    for (int64_t g = 0; g < groups; g++) {
+        __m256 s = _mm256_set1_ps(scale_at(w, row * groups + g));
+        for (int64_t k = 0; k < w->group; k += 2 * LANES, data += LANES, x += 2 * LANES) {
+            __m128i pair = _mm_loadu_si128((const __m128i *)data);
+            ADD_PAIRS(_mm_sub_epi8(_mm_and_si128(pair, mask), zero),
+                      _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(pair, 4), mask), zero));
+        }
+    }
+    return sum_avx2(a, b);
+}
+
+AVX2 static float dot_int8_avx2(const weight *w, int64_t row, const float *x)
+{
+    const uint8_t *data = w->data + row * w->row_bytes;
+    const __m128i sign = _mm_set1_epi8((char)0x80);
+    int64_t groups = w->columns / w->group;
+    __m256 a = _mm256_setzero_ps(), b = a;
+    float tail = 0;
+    for (int64_t g = 0; g < groups; g++, data += w->group, x += w->group) {
+        float scale = scale_at(w, row * groups + g), rest = 0;
+        __m256 s = _mm256_set1_ps(scale), p = _mm256_setzero_ps(), q = p;
+        int64_t k = 0;
+        for (; k + LANES <= w->group; k += LANES) {
+            __m128i v = _mm_xor_si128(_mm_loadu_si128((const __m128i *)(data + k)), sign);
+            p = _mm256_fmadd_ps(widen(v), _mm256_loadu_ps(x + k), p);
+            q = _mm256_fmadd_ps(widen(_mm_srli_si128(v, 8)), _mm256_loadu_ps(x + k + 8), q);
+        }
+        for (; k < w->group; k++)
+            rest += (float)(data[k] - 128) * x[k];
+        a = _mm256_fmadd_ps(s, p, a);
+        b = _mm256_fmadd_ps(s, q, b);
+        tail += scale * rest;
+    }
+    return sum_avx2(a, b) + tail;
+}
+
+/* code[i] of 8 small indices: two permutations of 8 entries, chosen by the index's fourth bit */
+AVX2 static inline __m256 look_up(__m128i bytes, __m256 low, __m256 high)
+{
+    __m256i i = _mm256_cvtepu8_epi32(bytes);
+    __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(i, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
+                            upper);
+}
+
+AVX2 static float dot_nf4_avx2(const weight *w, int64_t row, const float *x)
+{
+    const uint8_t *data = w->data + row * w->row_bytes;
+    const __m256 low = _mm256_loadu_ps(w->code), high = _mm256_loadu_ps(w->code + 8);
+    const __m128i mask = _mm_set1_epi8(15);
+    int64_t blocks = w->columns / w->group;
+    __m256 a = _mm256_setzero_ps(), b = a;
+    for (int64_t g = 0; g < blocks; g++) {
+        __m256 s = _mm256_set1_ps(w->absmax[row * blocks + g]);
+        for (int64_t k = 0; k < w->group; k += 2 * LANES, data += LANES, x += 2 * LANES) {
+            __m128i pair = _mm_loadu_si128((const __m128i *)data);
+            __m128i f = _mm_and_si128(_mm_srli_epi16(pair, 4), mask);
+            __m128i r = _mm_and_si128(pair, mask);
+            __m256 p = _mm256_mul_ps(look_up(f, low, high), _mm256_loadu_ps(x));
+            __m256 q = _mm256_mul_ps(look_up(_mm_srli_si128(f, 8), low, high),
+                                     _mm256_loadu_ps(x + 8));
+            p = _mm256_fmadd_ps(look_up(r, low, high), _mm256_loadu_ps(x + 16), p);
+            q = _mm256_fmadd_ps(look_up(_mm_srli_si128(r, 8), low, high),
+                                _mm256_loadu_ps(x + 24), q);
+            a = _mm256_fmadd_ps(s, p, a);
+            b = _mm256_fmadd_ps(s, q, b);
+        }
+    }
+    return sum_avx2(a, b);
+}
+
+AVX2 static float dot_bf16_avx2(const weight *w, int64_t row, const float *x)
+{
+    const uint16_t *data = (const uint16_t *)(w->data + row * w->row_bytes);
+    __m256 a = _mm256_setzero_ps(), b = a;
+    float tail = 0;
+    int64_t k = 0;
+    for (; k + LANES <= w->columns; k += LANES) {
+        __m128i low = _mm_loadu_si128((const __m128i *)(data + k));
+        __m128i high = _mm_loadu_si128((const __m128i *)(data + k + 8));
+        __m256i p = _mm256_slli_epi32(_mm256_cvtepu16_epi32(low), 16);
+        __m256i q = _mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16);
+        a = _mm256_fmadd_ps(_mm256_castsi256_ps(p), _mm256_loadu_ps(x + k), a);
+        b = _mm256_fmadd_ps(_mm256_castsi256_ps(q), _mm256_loadu_ps(x + k + 8), b);
+    }
+    for (; k < w->columns; k++)
+        tail += from_bf16(data[k]) * x[k];
+    return sum_avx2(a, b) + tail;
+}
+#endif
+
+static void row_int4(const weight *w, int64_t row, float *out)
 {
     const uint8_t *data = w->data + row * w->row_bytes;
     int64_t groups = w->columns / w->group;
@@ -169,7 +292,7 @@ VECTORIZED static void row_int4(const weight *w, int64_t row, float *out)
     }
 }
 
-VECTORIZED static void row_int8(const weight *w, int64_t row, float *out)
+static void row_int8(const weight *w, int64_t row, float *out)
 {
     const uint8_t *data = w->data + row * w->row_bytes;
     int64_t groups = w->columns / w->group;
@@ -180,7 +303,7 @@ VECTORIZED static void row_int8(const weight *w, int64_t row, float *out)
     }
 }
 
-VECTORIZED static void row_nf4(const weight *w, int64_t row, float *out)
+static void row_nf4(const weight *w, int64_t row, float *out)
 {
     const uint8_t *data = w->data + row * w->row_bytes;
     for (int64_t k = 0; k < w->columns; k += 2) {
@@ -190,7 +313,7 @@ VECTORIZED static void row_nf4(const weight *w, int64_t row, float *out)
     }
 }
 
-VECTORIZED static void row_bf16(const weight *w, int64_t row, float *out)
+static void row_bf16(const weight *w, int64_t row, float *out)
 {
     const uint16_t *data = (const uint16_t *)(w->data + row * w->row_bytes);
     for (int64_t k = 0; k < w->columns; k++)
@@ -202,12 +325,19 @@ typedef void (*row_function)(const weight *, int64_t, float *);
 
 static dot_function dot_of(int32_t kind)
 {
-    return kind == INT4 ? dot_int4 : kind == INT8 ? dot_int8 : kind == NF4 ? dot_nf4 : dot_bf16;
+#ifdef HAVE_AVX2_VARIANTS
+    static const dot_function avx2[] = {dot_int4_avx2, dot_int8_avx2, dot_nf4_avx2, dot_bf16_avx2};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return avx2[kind];
+#endif
+    static const dot_function plain[] = {dot_int4, dot_int8, dot_nf4, dot_bf16};
+    return plain[kind];
 }
 
 static row_function row_of(int32_t kind)
 {
-    return kind == INT4 ? row_int4 : kind == INT8 ? row_int8 : kind == NF4 ? row_nf4 : row_bf16;
+    static const row_function rows[] = {row_int4, row_int8, row_nf4, row_bf16};
+    return rows[kind];
 }
 
 /* One call's work, cut into chunks of rows that threads take as they get to them: a thread that the

@@ -62,9 +62,7 @@ def test_logits_at_every_position(pair, cuts):
 
 
 def generate(decoder, ids, count):
-    engine = Engine(
-        decoder, vocab_size=decoder.config.vocab_size, stop_ids=(), context_tokens=256
-    )
+    engine = Engine(decoder, vocab_size=decoder.config.vocab_size, stop_ids=(), context_tokens=256)
     sequence = engine.start(ids.tolist(), GREEDY, count)
     while sequence.finish_reason is None:
         engine.step(sequence)

@@ -39,7 +39,7 @@ class KVCache:
         Returns:
             Views of all the layer's keys and values, [kv_heads, length + tokens, head_dim].
         """
-        end = self.length + len(k)
+        end = self.length + k.shape[0]
         self.keys[layer, :, self.length : end] = k.transpose(0, 1)
         self.values[layer, :, self.length : end] = v.transpose(0, 1)
         return self.keys[layer, :, :end], self.values[layer, :, :end]

@@ -132,8 +132,7 @@ class Attention:
         else:
             parts = tuple(projection(x) for projection in self.qkv)
         q, k, v = (
-            part.view(len(part), n, self.head_dim)
-            for part, n in zip(parts, self.heads, strict=True)
+            part.view(-1, n, self.head_dim) for part, n in zip(parts, self.heads, strict=True)
         )
         return q, k, v
 
@@ -223,20 +222,21 @@ class Decoder:
         Returns:
             [tokens, hidden], normalized, in the backend's dtype.
         """
+        with self.ops.forward_pass(len(ids)):
+            return self._forward(ids, cache, watch or (lambda name, x: None))
+
+    def _forward(self, ids: Tensor, cache: Cache, watch: Callable[[str, Tensor], None]) -> Tensor:
         positions = torch.arange(cache.length, cache.length + len(ids), device=self.ops.device)
         x = self.ops.embedding(self.embed_tokens, ids)
         if self.embed_positions is not None:
             x = x + self.ops.embedding(self.embed_positions, positions)
         rotation = self._rotation(positions) if self.config.rope is not None else None
-        if watch is not None:
-            watch("the embedding", x)
+        watch("the embedding", x)
         for i, block in enumerate(self.blocks):
             x = block(x, rotation, cache)
-            if watch is not None:
-                watch(f"layer {i}", x)
+            watch(f"layer {i}", x)
         x = self.norm(x)
-        if watch is not None:
-            watch("the final norm", x)
+        watch("the final norm", x)
         return x
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

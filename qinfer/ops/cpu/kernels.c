@@ -370,7 +370,7 @@ static void run_chunk(const job *j, int64_t chunk)
 /* The pool. `next` holds the number of the job in its upper half and the next chunk in its lower one,
  * so that a thread that comes late cannot take a chunk of a job it does not know; while a job is being
  * replaced it holds CLOSED. */
-enum { MAX_WORKERS = 255, SPINS = 2000 };
+enum { MAX_WORKERS = 255, SPINS = 10000 };
 #define CLOSED UINT32_MAX
 
 static struct {

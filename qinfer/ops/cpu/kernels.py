@@ -65,19 +65,21 @@ class NativeWeight:
         self._kernels = kernels
         self._description = ctypes.byref(description)
 
-    def linear(self, x: Tensor) -> Tensor:
+    def linear(self, x: Tensor, threads: int) -> Tensor:
         """`x · Wᵀ`.
 
         Args:
             x: fp32 [tokens, K].
+            threads: How many compute, this one included; the result does not depend on it.
 
         Returns:
             fp32 [tokens, N].
         """
         x = x.contiguous()
-        y = torch.empty(len(x), self.shape[0])
+        tokens = x.shape[0]
+        y = torch.empty(tokens, self.shape[0])
         if not self._kernels.qinfer_linear(
-            self._description, x.data_ptr(), len(x), y.data_ptr(), torch.get_num_threads()
+            self._description, x.data_ptr(), tokens, y.data_ptr(), threads
         ):
             raise MemoryError(f"no memory for activations of shape {list(x.shape)}")
         return y

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,23 @@ class CPUOps(ReferenceOps):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.float32)
+        self._threads = torch.get_num_threads()
+
+    @contextmanager
+    def forward_pass(self, tokens: int) -> Iterator[None]:
+        """Keep torch to one thread where the kernels do the heavy part.
+
+        Between two of torch's parallel regions its threads spin for work, on the cores that the
+        kernels' own threads need: decoding would be two to three times slower.
+        """
+        if tokens > _FEW_TOKENS:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._threads)
 
     def prepare(self, weight: Weight) -> Weight:
         """Describe a weight to the kernels; it stays mapped."""
@@ -25,7 +45,7 @@ class CPUOps(ReferenceOps):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """See `ReferenceOps.linear`."""
-        if len(x) > _FEW_TOKENS or not isinstance(weight, NativeWeight):
+        if x.shape[0] > _FEW_TOKENS or not isinstance(weight, NativeWeight):
             return super().linear(x, weight, bias)
-        y = weight.linear(x)
+        y = weight.linear(x, self._threads)
         return y if bias is None else y.add_(bias)

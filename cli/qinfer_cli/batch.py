@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import click
 
@@ -14,6 +14,7 @@ from qinfer_cli.generate import fit_prompt, merged_params
 
 if TYPE_CHECKING:
     from qinfer.generation import LanguageModel
+    from qinfer.sampling import SamplingParams
 
 SOME_FAILED = 3
 _FIELDS = ("id", "prompt")
@@ -32,64 +33,74 @@ def run_batch(model: LanguageModel, options: dict[str, Any]) -> None:
     from tqdm import tqdm
 
     source, out = options["input_file"], options["output_file"]
-    lines = _lines(source)
+    params = merged_params(options, model)
     failed = 0
-    try:
-        with (
-            out.open("x", encoding="utf-8") as results,
-            tqdm(lines, unit=" prompts", disable=options["quiet"] or None) as bar,
-        ):
-            for number, line in bar:
-                record = _answer(model, options, number, line, jsonl=source.suffix == ".jsonl")
-                failed += "error" in record
+    with (
+        _open_input(source) as lines,
+        _open_output(out) as results,
+        tqdm(_nonempty(lines), unit=" prompts", disable=options["quiet"] or None) as bar,
+    ):
+        for number, line in bar:
+            record = _answer(model, options, params, number, line)
+            failed += "error" in record
+            try:
                 results.write(json.dumps(record, ensure_ascii=False) + "\n")
                 results.flush()
-    except FileExistsError:
-        raise QInferError(
-            f"{out} exists already", hint="Name another output, or remove it first."
-        ) from None
-    except OSError as error:
-        raise QInferError(f"{out} cannot be written: {error.strerror}") from None
+            except OSError as error:
+                raise QInferError(f"{out} cannot be written: {error.strerror}") from None
     if failed:
         click.echo(f"{failed} prompts failed; see their error records in {out}.", err=True)
         click.get_current_context().exit(SOME_FAILED)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Open the input and return its non-empty lines, numbered from 1, as they are read."""
+def _open_input(path: Path) -> BinaryIO:
     if path.suffix not in (".txt", ".jsonl"):
         raise QInferError(
             f"{path}: prompts come as .txt (one a line) or .jsonl",
             hint="Rename the file, or use -f for one prompt of many lines.",
         )
     try:
-        file = path.open("rb")
+        return path.open("rb")
     except OSError as error:
         raise QInferError(f"{path} cannot be read: {error.strerror}") from None
 
-    def read() -> Iterator[tuple[int, bytes]]:
-        with file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line.rstrip(b"\r\n")
 
-    return read()
+def _open_output(path: Path) -> TextIO:
+    try:  # of the characters that JSON can spell and UTF-8 cannot, the JSON spelling is left
+        return path.open("x", encoding="utf-8", errors="backslashreplace")
+    except FileExistsError:
+        raise QInferError(
+            f"{path} exists already", hint="Name another output, or remove it first."
+        ) from None
+    except OSError as error:
+        raise QInferError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _nonempty(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines that have text, numbered from 1, without their ends."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, line.rstrip(b"\r\n")
 
 
 def _answer(
-    model: LanguageModel, options: dict[str, Any], number: int, line: bytes, *, jsonl: bool
+    model: LanguageModel,
+    options: dict[str, Any],
+    params: SamplingParams,
+    number: int,
+    line: bytes,
 ) -> dict[str, Any]:
     """The result record of one line."""
     record: dict[str, Any] = {"id": number}
     try:
-        request = _parse(line, jsonl=jsonl)
+        request = _parse(line, jsonl=options["input_file"].suffix == ".jsonl")
         record["id"] = request.get("id", number)
         ids = model.prompt_ids(
             request["prompt"], system=options["system_prompt"], raw=options["raw"]
         )
         completion = model.complete(
             fit_prompt(ids, model, options),
-            merged_params(options, model),
+            params,
             max_tokens=options["max_tokens"],
             stop=options["stop"],
             continues=options["raw"] or model.chat_template is None,
@@ -117,7 +128,7 @@ def _parse(line: bytes, *, jsonl: bool) -> dict[str, Any]:
         return {"prompt": text}
     try:
         request = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"the line is not JSON: {error}") from None
     if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
         raise PromptError('the line has no "prompt" text')

@@ -38,7 +38,7 @@ def convert(
     force: bool,
     quiet: bool,
 ) -> None:
-    r"""Quantize the model SOURCE and write it to the directory OUT.
+    """Quantize the model SOURCE and write it to the directory OUT.
 
     SOURCE is a Hugging Face directory, a hub id such as org/name or org/name@revision, a GGUF file,
     or one on the hub: org/name:file.gguf. An interrupted conversion continues when the same command

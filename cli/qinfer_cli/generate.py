@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 @json_option
 @quiet_option
 def generate(**options: Any) -> None:
-    r"""Complete PROMPT with MODEL, a directory or a hub id.
+    """Complete PROMPT with MODEL, a directory or a hub id.
 
     The text goes to stdout as it comes, figures go to stderr. PROMPT may be - for stdin. Sampling
     defaults come from the model's generation_config.json, else temperature 0.7 and top-p 0.9.
@@ -118,7 +118,7 @@ def _prompt(options: dict[str, Any]) -> str | None:
         return _decode(_read(options["prompt_file"]), str(options["prompt_file"]))
     if options["prompt"] not in (None, "-"):
         return str(options["prompt"])
-    if not given and sys.stdin.isatty():
+    if sys.stdin is None or (not given and sys.stdin.isatty()):  # None: closed by the shell
         raise click.UsageError("Give a prompt: an argument, -p, -f FILE, or - for stdin.")
     text = _decode(sys.stdin.buffer.read(), "stdin")
     if not given and not text:
@@ -170,7 +170,8 @@ def fit_prompt(ids: list[int], model: LanguageModel, options: dict[str, Any]) ->
     room = max(context - options["max_tokens"], context // 2, 1)
     if len(ids) <= room or len(ids) < context:
         return ids
-    click.echo(f"Warning: cut {len(ids) - room:,} tokens off the prompt's start.", err=True)
+    if not options["quiet"]:
+        click.echo(f"Warning: cut {len(ids) - room:,} tokens off the prompt's start.", err=True)
     return ids[-room:]
 
 
@@ -179,11 +180,11 @@ def _show(completion: Completion, options: dict[str, Any]) -> None:
     for piece in completion:
         text += piece
         if not options["as_json"]:
-            click.echo(piece, nl=False)
+            click.echo(piece, nl=False, color=True)  # True: escape sequences are text like any
             sys.stdout.flush()
     if options["as_json"]:
         click.echo(json.dumps({"text": text} | report(completion), ensure_ascii=False))
-    else:
+    elif text or completion.error is None:
         if not text.endswith("\n"):
             click.echo()
         if not options["quiet"]:

@@ -10,7 +10,7 @@ from qinfer_cli.generate import generate
 @click.group(cls=ErrorHandlingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="qinfer")
 def cli() -> None:
-    r"""Shrink a language model to 8 or 4 bits, and run it on modest hardware.
+    """Shrink a language model to 8 or 4 bits, and run it on modest hardware.
 
     \b
     qinfer convert HuggingFaceTB/SmolLM2-135M-Instruct smol-int4

@@ -26,6 +26,10 @@ def sampling_options(command: Command) -> Command:
     @functools.wraps(command)
     def wrapper(**kwargs: Any) -> Any:
         sampling = {f.name: kwargs.pop(f.name) for f in fields}
+        try:  # what a range cannot refuse: NaN
+            SamplingParams(**{name: v for name, v in sampling.items() if v is not None})
+        except ValueError as error:
+            raise click.UsageError(f"{error}.") from None
         return command(sampling=sampling, **kwargs)
 
     for f in reversed(fields):
@@ -55,5 +59,5 @@ device_option = click.option(
     help="Where to run; auto takes a GPU if there is one.",
 )
 threads_option = click.option(
-    "--threads", type=click.IntRange(1), help="CPU threads; all physical cores if not given."
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads; all physical cores if not given."
 )

@@ -9,7 +9,6 @@ said in the file but not computed here is a named error. Tensor names are not he
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from qinfer.errors import CheckpointError, UnsupportedModelError
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("bfloat16", "float16", "float32")
+_MAX_NUMBER = 1e38  # within fp32
+_DAMAGED = "The file is damaged; download or convert it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class _Fields:
         value = self.raw.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.error(key, "a number")
-        if not math.isfinite(value) or value <= 0:
+        if not 0 < value <= _MAX_NUMBER:
             raise self.error(key, "a positive number")
         return float(value)
 
@@ -155,8 +156,8 @@ class _Fields:
             )
         return str(value)
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        value = self.raw.get(key)
+    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        value = self.raw.get(key, default)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
             raise self.error(key, "a token id or a list of them")
@@ -173,31 +174,41 @@ class _Fields:
         return value
 
 
-def _common(f: _Fields) -> dict[str, Any]:
-    bos = f.token_ids("bos_token_id")
+def _common(f: _Fields, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    bos = f.token_ids("bos_token_id", bos_id)
     return {
         "vocab_size": f.integer("vocab_size"),
         "dtype": f.dtype(),
         "bos_token_id": bos[0] if bos else None,
-        "eos_token_ids": f.token_ids("eos_token_id"),
+        "eos_token_ids": f.token_ids("eos_token_id", eos_id),
     }
 
 
-def _rotary_decoder(f: _Fields) -> dict[str, Any]:
-    """The fields that Llama and its descendants share."""
+def _rotary_decoder(
+    f: _Fields,
+    *,
+    head_dim: int | None = None,
+    kv_heads: int | None = None,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+) -> dict[str, Any]:
+    """The fields that Llama and its descendants share; the arguments are what absent keys mean."""
     heads = f.integer("num_attention_heads")
     hidden = f.integer("hidden_size")
-    head_dim = f.raw.get("head_dim")
+    if "num_key_value_heads" in f.raw or kv_heads is None:  # null is as many as heads
+        kv_heads = f.integer("num_key_value_heads", heads)
+    if f.raw.get("head_dim") is not None:
+        head_dim = f.integer("head_dim")
     if head_dim is None and hidden % heads:
         raise f.error("hidden_size", f"a multiple of num_attention_heads = {heads}")
     layers = f.integer("num_hidden_layers")
-    return _common(f) | {
+    return _common(f, bos_id, eos_id) | {
         "hidden_size": hidden,
         "intermediate_size": f.integer("intermediate_size"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": f.integer("num_key_value_heads", heads),
-        "head_dim": hidden // heads if head_dim is None else f.integer("head_dim"),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim or hidden // heads,
         "norm_eps": f.number("rms_norm_eps", 1e-6),
         "hidden_act": f.choice("hidden_act", ACTIVATIONS, "silu"),
         "tie_word_embeddings": f.flag("tie_word_embeddings", False),
@@ -212,7 +223,7 @@ def _rotary_decoder(f: _Fields) -> dict[str, Any]:
 
 def _llama(f: _Fields) -> dict[str, Any]:
     attention_bias = f.flag("attention_bias", False)
-    return _rotary_decoder(f) | {
+    return _rotary_decoder(f, bos_id=1, eos_id=2) | {
         "max_position_embeddings": f.integer("max_position_embeddings", 2048),
         "qkv_bias": attention_bias,
         "o_bias": attention_bias,
@@ -221,19 +232,18 @@ def _llama(f: _Fields) -> dict[str, Any]:
 
 
 def _mistral(f: _Fields) -> dict[str, Any]:
-    fields = _rotary_decoder(f)
+    fields = _rotary_decoder(f, kv_heads=8, bos_id=1, eos_id=2)
     window: int | None = 4096  # transformers' default where the key is absent; null is none
     if "sliding_window" in f.raw:
         window = None if f.raw["sliding_window"] is None else f.integer("sliding_window")
     return fields | {
         "max_position_embeddings": f.integer("max_position_embeddings", 4096 * 32),
-        "num_key_value_heads": f.integer("num_key_value_heads", 8),
         "layer_windows": (window,) * fields["num_hidden_layers"],
     }
 
 
 def _qwen2(f: _Fields) -> dict[str, Any]:
-    fields = _rotary_decoder(f)
+    fields = _rotary_decoder(f, kv_heads=32)
     return fields | {
         "max_position_embeddings": f.integer("max_position_embeddings", 32768),
         "layer_windows": _qwen_windows(f, fields["num_hidden_layers"]),
@@ -242,10 +252,9 @@ def _qwen2(f: _Fields) -> dict[str, Any]:
 
 
 def _qwen3(f: _Fields) -> dict[str, Any]:
-    fields = _rotary_decoder(f)
+    fields = _rotary_decoder(f, head_dim=128, kv_heads=32)
     attention_bias = f.flag("attention_bias", False)
     return fields | {
-        "head_dim": f.integer("head_dim", 128),
         "max_position_embeddings": f.integer("max_position_embeddings", 32768),
         "layer_windows": _qwen_windows(f, fields["num_hidden_layers"]),
         "qkv_bias": attention_bias,
@@ -285,7 +294,7 @@ def _gpt2(f: _Fields) -> dict[str, Any]:
     if not f.flag("scale_attn_weights", True):
         raise UnsupportedModelError(f"{f.origin}: scale_attn_weights false is not supported")
     layers = f.integer("n_layer", 12)
-    return _common(f) | {
+    return _common(f, 50256, 50256) | {
         "hidden_size": hidden,
         "intermediate_size": f.integer("n_inner", 4 * hidden),
         "num_hidden_layers": layers,
@@ -317,12 +326,7 @@ ARCHITECTURES = tuple(_PARSERS)
 _ROPE_REQUIRED = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
 
@@ -342,20 +346,20 @@ def _rope(f: _Fields) -> RopeConfig:
             f"{f.origin}: rope type {kind!r} is not supported",
             hint=f"Supported: {', '.join(ROPE_TYPES)}",
         )
-    scaling = _Fields(
-        {"rope_theta": f.raw.get("rope_theta") or 10000.0} | parameters, f"{f.origin} rope"
-    )
+    theta = f.raw.get("rope_theta")
+    defaults = {"rope_theta": 10000.0 if theta is None else theta}
+    scaling = _Fields(defaults | parameters, f"{f.origin} rope")
     for key in _ROPE_REQUIRED[kind]:
-        if key not in parameters:
+        if parameters.get(key) is None or isinstance(parameters[key], bool):
             raise scaling.error(key, "a number")
     for key, value in parameters.items():
         if value is not None and not isinstance(value, bool):
             scaling.number(key, 1.0)
     if float(scaling.raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedModelError(f"{f.origin}: partial rotary embedding is not supported")
-    theta = scaling.number("rope_theta", 10000.0)
     parameters.pop("rope_theta", None)
-    return RopeConfig(theta=theta, kind=kind, parameters=parameters)
+    base = scaling.number("rope_theta", 10000.0)
+    return RopeConfig(theta=base, kind=kind, parameters=parameters)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -373,14 +377,12 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise CheckpointError(f"{path} cannot be read: {reason}") from None
+        raise CheckpointError(f"{path} cannot be read: {reason}", hint=_DAMAGED) from None
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = "is empty" if not text.strip() else f"is not valid JSON: {error}"
-        raise CheckpointError(
-            f"{path} {what}", hint="The file is damaged; download or convert it again."
-        ) from None
+        raise CheckpointError(f"{path} {what}", hint=_DAMAGED) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
+        raise CheckpointError(f"{path} must hold a JSON object", hint=_DAMAGED)
     return value

@@ -194,7 +194,13 @@ class LanguageModel:
         if self.chat_template is not None and not raw:
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": prompt})
-            return self.chat_template.render_ids(self.tokenizer, messages)
+            ids = self.chat_template.render_ids(self.tokenizer, messages)
+            if not ids:
+                raise PromptError(
+                    f"{self.chat_template.name} makes an empty prompt of this message",
+                    hint="Complete the text without the chat template: --raw.",
+                )
+            return ids
         if system is not None:
             why = "with --raw" if raw else "without a chat template"
             raise PromptError(

@@ -3,7 +3,8 @@
 All is written to `OUT.part`; the finished directory is renamed to `OUT`. So `OUT` is a complete
 model or does not exist, and what an interruption leaves behind says by its name that it is not
 one. `OUT.part/progress.json` lists the shards that are finished (written as `.part`, fsynced,
-renamed) and what they were made from; the same conversion goes on behind them.
+renamed) and what they were made from; the same conversion goes on behind them. It marks the
+directory as ours, so it goes last, after the renaming.
 
 Memory: a matrix is read, quantized and written in runs of rows, so the peak is one run, or one
 whole tensor where the source stores it transposed.
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,9 +92,11 @@ def convert(
 
     Raises:
         CheckpointError: The weights hold NaN or infinite values (then nothing is left behind),
-            or the disk is full or not writable (then the same call continues).
+            or the disk is full or not writable (then the same call continues), or `out` is
+            something else than a converted model.
     """
     out = out.absolute()
+    check_output(out, force=True)
     part, identity = _part_directory(out), _identity(source, plan)
     try:
         finished = _open_part(part, identity)
@@ -133,14 +137,13 @@ def _identity(source: Source, plan: Plan) -> str:
 def _open_part(part: Path, identity: str) -> dict[str, str]:
     """Make or reuse the working directory; return its finished shards with their sha256."""
     if part.exists():
-        path = part / _PROGRESS_NAME
-        if not path.is_file():
+        if not _is_unfinished(part):
             raise CheckpointError(
                 f"{part} is in the way and is not an unfinished conversion",
                 hint="Move it away or name another output.",
             )
         try:
-            state = read_json(path)
+            state = read_json(part / _PROGRESS_NAME)
         except CheckpointError:
             state = {}  # torn by a crash: nothing in it can be trusted
         shards = state.get("shards")
@@ -150,6 +153,14 @@ def _open_part(part: Path, identity: str) -> dict[str, str]:
     part.mkdir(parents=True)
     _record_progress(part, identity, {})
     return {}
+
+
+def _is_unfinished(part: Path) -> bool:
+    """Whether a conversion left it behind, perhaps before it could write its first record."""
+    if not part.is_dir():
+        return False
+    names = {p.name for p in part.iterdir()}
+    return _PROGRESS_NAME in names or names <= {_PROGRESS_NAME + ".part"}
 
 
 def _record_progress(part: Path, identity: str, shards: dict[str, str]) -> None:
@@ -231,6 +242,7 @@ def _affine_rows(
 ) -> Iterator[tuple[str, int, Tensor]]:
     scale_name = f"{tensor.module}.weight_scale"
     q, scale = affine.quantize(rows, fmt.bits, fmt.group_size, tensor.outputs[scale_name][0])
+    _require_finite(tensor.source, scale)
     yield f"{tensor.module}.weight_packed", start, affine.pack(q, fmt.bits)
     yield scale_name, start, scale
 
@@ -257,6 +269,9 @@ def _constants(tensor: TensorPlan, fmt: Affine | NF4) -> Iterator[tuple[str, int
 
 def _finish(source: Source, plan: Plan, part: Path, digests: dict[str, str]) -> None:
     """Write all but the weights; the record comes last."""
+    for path in part.iterdir():  # left by an attempt that was interrupted here
+        if path.name not in digests and path.name != _PROGRESS_NAME:
+            path.unlink()
     names = plan.shard_names()
     if len(names) > 1:
         weight_map = {
@@ -273,8 +288,8 @@ def _finish(source: Source, plan: Plan, part: Path, digests: dict[str, str]) -> 
     if source.generation_config:
         _write_json(part / "generation_config.json", source.generation_config)
     _write_json(part / "config.json", plan.config)
-    (part / _PROGRESS_NAME).unlink()
-    others = {p.name: _sha256(p) for p in sorted(part.iterdir()) if p.name not in digests}
+    known = {*digests, _PROGRESS_NAME}
+    others = {p.name: _sha256(p) for p in sorted(part.iterdir()) if p.name not in known}
     _write_json(part / RECORD_NAME, _record(source, plan, digests | others))
     _sync_directory(part)
 
@@ -289,22 +304,22 @@ def _record(source: Source, plan: Plan, digests: dict[str, str]) -> dict[str, An
         "group_size": plan.group_size,
         "bits_per_weight": round(plan.bits_per_weight, 3),
         "tensors": {t.module: str(t.format) for t in plan.tensors if len(t.shape) == 2},
-        "sha256": digests,
+        "sha256": dict(sorted(digests.items())),
     }
 
 
 def _publish(part: Path, out: Path) -> None:
     """Put the finished directory in place; an older model goes only when the new one is there."""
+    check_output(out, force=True)  # again: hours may have passed
+    old = None
     if out.exists() and any(out.iterdir()):
-        old = out.with_name(out.name + ".old")
-        if old.exists():
-            shutil.rmtree(old)
-        out.replace(old)
-        part.replace(out)
-        shutil.rmtree(old)
-    else:
-        part.replace(out)
+        old = Path(tempfile.mkdtemp(prefix=f"{out.name}.old-", dir=out.parent))
+        out.replace(old / out.name)
+    part.replace(out)
+    (out / _PROGRESS_NAME).unlink()
     _sync_directory(out.parent)
+    if old is not None:
+        shutil.rmtree(old)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

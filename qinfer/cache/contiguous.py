@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,19 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim)
+        shape = self._shape(config, capacity)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.length = 0
+
+    @staticmethod
+    def _shape(config: ModelConfig, capacity: int) -> tuple[int, int, int, int]:
+        return config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim
+
+    @staticmethod
+    def nbytes_for(config: ModelConfig, capacity: int, dtype: torch.dtype) -> int:
+        """Bytes that a cache of this capacity takes."""
+        return 2 * math.prod(KVCache._shape(config, capacity)) * dtype.itemsize
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens behind those that are there; does not advance `length`.

@@ -93,10 +93,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
                 what = "is empty" if size == 0 else "is not a complete safetensors file"
                 raise CheckpointError(f"{path} {what} ({size:,} bytes)", hint=_DAMAGED)
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint=_DAMAGED) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(
             f"{path} is not a safetensors file: its header is not JSON", hint=_DAMAGED
         ) from None
@@ -115,7 +115,8 @@ def _tensor_info(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
         numbers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError):
         numbers = [None]
-    if not all(isinstance(n, int) and n >= 0 for n in numbers) or not isinstance(dtype, str):
+    sound = all(type(n) is int and n >= 0 for n in numbers)  # true and false are no numbers here
+    if not sound or not isinstance(shape, list) or not isinstance(dtype, str):
         raise CheckpointError(f"{path}: the header entry of {name} is malformed", hint=_DAMAGED)
     info = TensorInfo(name, dtype, tuple(shape), path, base + begin, end - begin)
     if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != info.nbytes:
@@ -323,9 +324,12 @@ class ShardWriter:
             name: math.prod(shape[1:]) * dtype.itemsize for name, (dtype, shape) in tensors.items()
         }
         self._file = path.open("wb", buffering=0)
-        _write_all(self._file.fileno(), header, 0)
-        end = self._base + layout_bytes(tensors)
-        os.ftruncate(self._file.fileno(), end)
+        try:
+            _write_all(self._file.fileno(), header, 0)
+            os.ftruncate(self._file.fileno(), self._base + layout_bytes(tensors))
+        except BaseException:
+            self.abandon()
+            raise
 
     def write(self, name: str, start: int, rows: Tensor) -> None:
         """Place rows of a tensor.

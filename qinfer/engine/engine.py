@@ -46,7 +46,8 @@ class Engine:
             max_tokens: Bound on new tokens; None is up to the end of the context.
 
         Raises:
-            PromptError: The prompt is empty or leaves no room in the context.
+            PromptError: The prompt is empty, leaves no room in the context, or asks for a cache
+                that there is no memory for.
         """
         room = self.context_tokens - len(prompt_ids)
         if not prompt_ids:
@@ -58,10 +59,20 @@ class Engine:
                 hint="Shorten it, or pass --truncate-prompt left to keep only its end.",
             )
         limit = room if max_tokens is None else min(max_tokens, room)
-        ops = self.decoder.ops
-        capacity = len(prompt_ids) + limit
-        cache = KVCache(self.decoder.config, capacity, ops.dtype, ops.device)
+        cache = self._new_cache(len(prompt_ids) + limit)
         return Sequence(prompt_ids, limit, Sampler(params, vocab_size=self.vocab_size), cache)
+
+    def _new_cache(self, capacity: int) -> KVCache:
+        config, ops = self.decoder.config, self.decoder.ops
+        try:
+            return KVCache(config, capacity, ops.dtype, ops.device)
+        except RuntimeError:  # the allocators of torch raise nothing narrower on all devices
+            needed = KVCache.nbytes_for(config, capacity, ops.dtype)
+            raise PromptError(
+                f"the KV cache of {capacity:,} tokens needs {needed / 1e9:,.1f} GB, "
+                "more than there is memory for",
+                hint="Lower --max-tokens or --ctx-size.",
+            ) from None
 
     @torch.inference_mode()
     def step(self, sequence: Sequence) -> int | None:
@@ -72,7 +83,7 @@ class Engine:
                 with the last one.
 
         Returns:
-            The token, or None where the model's output was not finite.
+            The token, or None where there was none to choose: see the sequence's `error`.
         """
         before = sequence.cache.length
         pending = sequence.token_ids[before:]
@@ -84,9 +95,11 @@ class Engine:
         logits = self.decoder.logits(hidden[-1:])[0]
         try:
             token = sequence.sampler.sample(logits, sequence.token_ids)
-        except NumericsError:
-            sequence.cache.length = before
-            sequence.error = self._blame(chunks, sequence.cache)
+        except NumericsError as error:
+            sequence.error = error  # of the penalties, if the model's part of it is sound
+            if not bool(logits[: self.vocab_size].isfinite().all()):
+                sequence.cache.length = before
+                sequence.error = self._blame(chunks, sequence.cache)
             sequence.finish_reason = "error"
             return None
         sequence.token_ids.append(token)

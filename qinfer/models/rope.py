@@ -26,18 +26,18 @@ def frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Te
     if rope.kind == "linear":
         return inv_freq / float(rope.parameters["factor"]), 1.0
     if rope.kind == "llama3":
-        return _llama3(rope, inv_freq), 1.0
+        return _llama3(rope, inv_freq, max_positions), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, inv_freq, head_dim, max_positions)
     return inv_freq, 1.0
 
 
-def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+def _llama3(rope: RopeConfig, inv_freq: Tensor, max_positions: int) -> Tensor:
     """Llama 3.1: divide low frequencies, keep high ones, interpolate smoothly between."""
     factor = float(rope.parameters["factor"])
     low = float(rope.parameters["low_freq_factor"])
     high = float(rope.parameters["high_freq_factor"])
-    original = float(rope.parameters["original_max_position_embeddings"])
+    original = float(rope.parameters.get("original_max_position_embeddings") or max_positions)
     turns = original * inv_freq / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * inv_freq / factor + smooth * inv_freq

@@ -3,7 +3,8 @@
 From "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314. A linear layer `NAME` of N
 outputs and K inputs, flattened row by row and cut into blocks of 64, is stored as:
 
-- `NAME.weight`, uint8 `[ceil(N · K / 2), 1]`: two codes a byte, the first in the high nibble.
+- `NAME.weight`, uint8 `[ceil(N · K / 2), 1]`: two codes a byte, the first in the high nibble. A
+  nibble left over holds 7, the code of 0.
 - `NAME.weight.absmax`, fp32 `[ceil(N · K / 64)]`: the largest magnitude of each block.
 - `NAME.weight.quant_map`, fp32 `[16]`: the value of each code; `w ≈ quant_map[code] · absmax`.
 - `NAME.weight.quant_state.bitsandbytes__nf4`, uint8: UTF-8 JSON with `quant_type`, `blocksize`,
@@ -60,7 +61,7 @@ def quantize(weight: Tensor, block_size: int = 64) -> tuple[Tensor, Tensor]:
     code = torch.tensor(CODE)
     codes = torch.bucketize(normalized, (code[1:] + code[:-1]) / 2).to(torch.uint8)
     if len(codes) % 2:
-        codes = torch.nn.functional.pad(codes, (0, 1))
+        codes = torch.nn.functional.pad(codes, (0, 1), value=CODE.index(0.0))
     return (codes[0::2] << 4 | codes[1::2]).unsqueeze(-1), absmax
 
 

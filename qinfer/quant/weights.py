@@ -187,13 +187,15 @@ def _load_affine(checkpoint: Checkpoint, name: str) -> AffineWeight:
             )
     packed = checkpoint.tensor(f"{name}.weight_packed")
     scale = checkpoint.tensor(f"{name}.weight_scale")
-    declared = checkpoint.tensor(f"{name}.weight_shape").tolist()
+    declared = checkpoint.tensor(f"{name}.weight_shape").flatten().tolist()
     damaged = CheckpointError(
         f"{name}: weight_packed {list(packed.shape)}, weight_scale {list(scale.shape)} and "
         f"weight_shape {declared} do not fit together",
         hint="The checkpoint is damaged; convert or download it again.",
     )
-    if packed.ndim != 2 or scale.ndim != 2 or packed.dtype != torch.int32 or len(declared) != 2:
+    if packed.ndim != 2 or packed.dtype != torch.int32 or len(declared) != 2:
+        raise damaged
+    if scale.ndim != 2 or not scale.is_floating_point():
         raise damaged
     rows, columns = declared
     widths = {-(-columns // 8): 4, -(-columns // 4): 8}
@@ -212,30 +214,51 @@ def _load_nf4(checkpoint: Checkpoint, name: str) -> NF4Weight:
     weight = f"{name}.weight"
     state = _quant_state(checkpoint, weight)
     try:
-        rows, columns = state["shape"]
-        block_size = int(state["blocksize"])
+        rows, columns = (_positive(n) for n in state["shape"])
+        block_size = _positive(state["blocksize"])
         kind = state["quant_type"]
+        absmax = _absmax(checkpoint, weight, state)
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
             f"{weight}.{nf4.STATE_SUFFIX} is incomplete",
             hint="The checkpoint is damaged; convert or download it again.",
         ) from None
     if kind != "nf4":
-        raise UnsupportedModelError(f"{name} is quantized as {kind}, which is not supported")
-    absmax = checkpoint.tensor(f"{weight}.absmax")
-    if absmax.dtype == torch.uint8:
-        nested = checkpoint.tensor(f"{weight}.nested_absmax")
-        scale = nested.repeat_interleave(int(state["nested_blocksize"]))[: len(absmax)]
-        code = checkpoint.tensor(f"{weight}.nested_quant_map")
-        absmax = code[absmax.int()] * scale + float(state["nested_offset"])
-    packed = checkpoint.tensor(weight)
-    if packed.numel() != -(-rows * columns // 2) or len(absmax) != -(-rows * columns // block_size):
+        raise UnsupportedModelError(
+            f"{name} is quantized as {kind}, which is not supported",
+            hint="Convert the model's original 16-bit weights: qinfer convert SOURCE OUT",
+        )
+    packed, code = checkpoint.tensor(weight), checkpoint.tensor(f"{weight}.quant_map")
+    found = packed.dtype, packed.numel(), absmax.shape, code.shape
+    count = rows * columns
+    if found != (torch.uint8, -(-count // 2), (-(-count // block_size),), (16,)):
         raise CheckpointError(
-            f"{weight} and its absmax do not fit shape {[rows, columns]}",
+            f"{weight}, its absmax and its quant_map do not fit shape {[rows, columns]}",
             hint="The checkpoint is damaged; convert or download it again.",
         )
-    code = checkpoint.tensor(f"{weight}.quant_map")
     return NF4Weight(packed.view(-1, 1), absmax.float(), code, (rows, columns), block_size)
+
+
+def _positive(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError
+    return value
+
+
+def _absmax(checkpoint: Checkpoint, weight: str, state: Mapping[str, Any]) -> Tensor:
+    """The block maxima, [blocks]; undoes double quantization."""
+    absmax = checkpoint.tensor(f"{weight}.absmax")
+    if absmax.dtype != torch.uint8:
+        return absmax
+    nested = checkpoint.tensor(f"{weight}.nested_absmax")
+    code = checkpoint.tensor(f"{weight}.nested_quant_map")
+    size, offset = _positive(state["nested_blocksize"]), float(state["nested_offset"])
+    if absmax.ndim != 1 or nested.shape != (-(-len(absmax) // size),) or code.shape != (256,):
+        raise CheckpointError(
+            f"{weight}.absmax and its nested_absmax and nested_quant_map do not fit together",
+            hint="The checkpoint is damaged; convert or download it again.",
+        )
+    return code[absmax.int()] * nested.repeat_interleave(size)[: len(absmax)] + offset
 
 
 def _quant_state(checkpoint: Checkpoint, weight: str) -> Mapping[str, Any]:

@@ -11,9 +11,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
-#if defined(__GNUC__) && defined(__x86_64__)
+#if defined(__GNUC__) && defined(__x86_64__) && !defined(QINFER_PLAIN) /* to test without */
 #include <immintrin.h>
 #define HAVE_AVX2_VARIANTS 1
 #define AVX2 __attribute__((target("avx2,fma")))
@@ -377,7 +376,6 @@ static struct {
     pthread_mutex_t entry; /* one job at a time */
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    pid_t pid;
     int workers;
     job current;
     _Atomic int sleepers;
@@ -433,13 +431,6 @@ static void *work(void *argument)
 
 static void grow_pool(int workers)
 {
-    if (pool.pid != getpid()) { /* a forked child has none of its parent's threads */
-        pool.pid = getpid();
-        pool.workers = 0;
-        atomic_store(&pool.sleepers, 0);
-        pthread_mutex_init(&pool.lock, NULL);
-        pthread_cond_init(&pool.wake, NULL);
-    }
     while (pool.workers < workers && pool.workers < MAX_WORKERS) {
         pthread_t thread;
         void *turn = (void *)(uintptr_t)atomic_load(&pool.turn);
@@ -450,9 +441,25 @@ static void grow_pool(int workers)
     }
 }
 
+/* A fork waits for the job that another thread runs; the child has none of its parent's threads. */
+static void before_fork(void) { pthread_mutex_lock(&pool.entry); }
+static void after_fork(void) { pthread_mutex_unlock(&pool.entry); }
+static void in_child(void)
+{
+    pool.workers = 0;
+    atomic_store(&pool.sleepers, 0);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_mutex_unlock(&pool.entry);
+}
+
+static void prepare_for_forks(void) { pthread_atfork(before_fork, after_fork, in_child); }
+
 static void run(const job *j, int threads)
 {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     int64_t chunks = (j->rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    pthread_once(&once, prepare_for_forks);
     pthread_mutex_lock(&pool.entry);
     grow_pool(threads - 1);
     uint32_t turn = atomic_load(&pool.turn) + 1;

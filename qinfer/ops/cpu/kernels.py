@@ -41,7 +41,12 @@ def library() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("qinfer.ops.cpu._kernels")
     if spec is None or spec.origin is None:
         return None
-    kernels = ctypes.CDLL(spec.origin)
+    return load(spec.origin)
+
+
+def load(path: str) -> ctypes.CDLL:
+    """Load a build of `kernels.c` and declare its functions."""
+    kernels = ctypes.CDLL(path)
     pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     weight = ctypes.POINTER(_Weight)
     kernels.qinfer_linear.argtypes = [weight, pointer, size, pointer, count]
@@ -148,6 +153,10 @@ def _describe_nf4(weight: NF4Weight) -> _Weight | None:
     rows, columns = weight.shape
     if columns % weight.block_size or weight.block_size % 32:
         return None  # blocks span rows
+    if weight.code.shape != (16,) or weight.code.dtype != torch.float32:
+        return None
+    if not all(t.is_contiguous() for t in (weight.packed, weight.absmax, weight.code)):
+        return None
     return _Weight(
         kind=_NF4,
         rows=rows,

@@ -1,0 +1,503 @@
+"""The compiled kernels against the reference operations, in every build the source allows."""
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from qinfer.ops.cpu import kernels
+from qinfer.ops.cpu.kernels import NativeWeight
+from qinfer.ops.cpu.ops import _FEW_TOKENS, CPUOps
+from qinfer.ops.reference import ReferenceOps
+from qinfer.quant import affine, nf4
+from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
+
+SOURCE = Path(kernels.__file__).with_name("kernels.c")
+find_library = kernels.library  # as it is before the tests below replace it
+COMPILER = shutil.which(os.environ.get("CC", "cc"))
+REFERENCE = ReferenceOps(torch.device("cpu"), torch.float32)
+THREADS = (1, 2, 3, 7)
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+
+def compile_source(*flags):
+    return subprocess.run(
+        [COMPILER, "-std=c11", "-Wall", "-Wextra", "-Werror", "-pthread", *map(str, flags)],
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def plain_build(tmp_path_factory):
+    """A library of the C code that a machine without AVX2 runs."""
+    if COMPILER is None:
+        pytest.skip("there is no C compiler")
+    path = tmp_path_factory.mktemp("plain") / "kernels.so"
+    done = compile_source("-O2", "-DQINFER_PLAIN", "-shared", "-fPIC", SOURCE, "-o", path)
+    assert done.returncode == 0, done.stderr
+    return kernels.load(str(path))
+
+
+@pytest.fixture(scope="module", params=["installed", "plain"])
+def build(request):
+    """A loaded library that `native` uses for the tests of this module."""
+    if request.param == "plain":
+        library = request.getfixturevalue("plain_build")
+    else:
+        library = find_library()
+        if library is None:
+            pytest.skip("the extension was not built: no C compiler at install time")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "library", lambda: library)
+        yield library
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def affine_weight(n, k, bits, group, dtype, seed=0):
+    q, scale = affine.quantize(randn(n, k, seed=seed), bits, group, dtype)
+    return AffineWeight(affine.pack(q, bits), scale, bits, k)
+
+
+def nf4_weight(n, k, seed=0, block_size=64):
+    packed, absmax = nf4.quantize(randn(n, k, seed=seed), block_size)
+    return NF4Weight(packed, absmax, torch.tensor(nf4.CODE), (n, k), block_size)
+
+
+def bf16_weight(n, k, seed=0):
+    return DenseWeight(randn(n, k, seed=seed, dtype=torch.bfloat16))
+
+
+SCALES = st.sampled_from([torch.bfloat16, torch.float16])
+ROWS = st.integers(1, 70)
+SEEDS = st.integers(0, 2**16)
+
+
+@st.composite
+def int4(draw):
+    group = draw(st.sampled_from([32, 64, 128]))
+    columns = group * draw(st.integers(1, 5))
+    return affine_weight(draw(ROWS), columns, 4, group, draw(SCALES), draw(SEEDS))
+
+
+@st.composite
+def int8_per_channel(draw):
+    columns = draw(st.integers(5, 200))
+    return affine_weight(draw(ROWS), columns, 8, None, draw(SCALES), draw(SEEDS))
+
+
+@st.composite
+def int8_groups(draw):
+    group = draw(st.sampled_from([4, 20, 32, 64, 128]))
+    columns = group * draw(st.integers(2, 5))
+    return affine_weight(draw(ROWS), columns, 8, group, draw(SCALES), draw(SEEDS))
+
+
+@st.composite
+def nf4_blocks(draw):
+    block = draw(st.sampled_from([32, 64, 128]))
+    return nf4_weight(draw(ROWS), block * draw(st.integers(1, 5)), draw(SEEDS), block)
+
+
+@st.composite
+def bf16(draw):
+    return bf16_weight(draw(ROWS), draw(st.integers(1, 200)), draw(SEEDS))
+
+
+ANY_WEIGHT = int4() | int8_per_channel() | int8_groups() | nf4_blocks() | bf16()
+
+KINDS = {
+    "int4 groups of 32 bf16": affine_weight(37, 96, 4, 32, torch.bfloat16),
+    "int4 groups of 64 fp16": affine_weight(64, 192, 4, 64, torch.float16),
+    "int4 groups of 128 bf16": affine_weight(37, 256, 4, 128, torch.bfloat16),
+    "int4 a scale a row": affine_weight(37, 96, 4, None, torch.bfloat16),
+    "int8 a scale a row": affine_weight(100, 96, 8, None, torch.bfloat16),
+    "int8 a scale a row, K = 33": affine_weight(37, 33, 8, None, torch.float16),
+    "int8 groups of 32": affine_weight(37, 96, 8, 32, torch.bfloat16),
+    "int8 groups of 20": affine_weight(37, 60, 8, 20, torch.bfloat16),
+    "nf4": nf4_weight(37, 192),
+    "bf16": bf16_weight(100, 96),
+    "bf16, K = 33": bf16_weight(37, 33),
+    "bf16, one row": bf16_weight(1, 7),
+}
+
+
+@pytest.fixture(params=KINDS)
+def weight(request):
+    return KINDS[request.param]
+
+
+def as_native(weight):
+    found = kernels.native(weight)
+    assert isinstance(found, NativeWeight)
+    assert found.shape == weight.shape
+    return found
+
+
+def assert_same_but_for_the_order_of_addition(found, x, dense):
+    """Any order of fp32 additions is this near the exact sum (and so is the reference's)."""
+    exact = x.double() @ dense.double().t()
+    bound = x.double().abs() @ dense.double().abs().t() * (x.shape[1] + 4) * 2.0**-24
+    assert found.dtype == torch.float32
+    assert ((found.double() - exact).abs() <= bound + 1e-30).all()
+
+
+@given(ANY_WEIGHT, st.integers(1, 6), SEEDS)
+@settings(deadline=None, max_examples=100)
+@example(affine_weight(17, 32, 4, 32, torch.float16), 4, 0)
+def test_products_equal_the_reference(build, weight, tokens, seed):
+    n, k = weight.shape
+    x = randn(tokens, k, seed=seed)
+    dense = weight.rows(0, n)
+    found = CPUOps().linear(x, as_native(weight), None)
+    assert_same_but_for_the_order_of_addition(found, x, dense)
+    torch.testing.assert_close(
+        found, REFERENCE.linear(x, weight, None), rtol=1e-5, atol=1e-5 * k**0.5
+    )
+
+
+@given(ANY_WEIGHT, st.data())
+@settings(deadline=None, max_examples=100)
+def test_dequantized_rows_are_bit_equal_to_the_reference(build, weight, data):
+    n = weight.shape[0]
+    start = data.draw(st.integers(0, n - 1))
+    stop = data.draw(st.integers(start + 1, n))
+    assert torch.equal(as_native(weight).rows(start, stop), weight.rows(start, stop))
+
+
+def test_a_bias_is_added_once_and_stays_as_it_is(build, weight):
+    n, k = weight.shape
+    x, bias = randn(2, k), randn(n, seed=1)
+    before = bias.clone()
+    cpu = CPUOps()
+    expected = cpu.linear(x, as_native(weight), None) + before
+    assert torch.equal(cpu.linear(x, as_native(weight), bias), expected)
+    assert torch.equal(bias, before)
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(build, weight):
+    native = as_native(weight)
+    x = randn(3, weight.shape[1], seed=7)
+    first = native.linear(x, 1)
+    for threads in THREADS * 5:
+        assert torch.equal(native.linear(x, threads), first)
+
+
+def test_a_row_of_a_batch_equals_the_row_alone(build, weight):
+    native = as_native(weight)
+    x = randn(4, weight.shape[1], seed=8)
+    whole = native.linear(x, 2)
+    for i in range(4):
+        assert torch.equal(native.linear(x[i : i + 1], 2)[0], whole[i])
+
+
+def test_activations_may_be_strided(build, weight):
+    x = randn(3, 2 * weight.shape[1], seed=9)[:, ::2]
+    native = as_native(weight)
+    assert torch.equal(native.linear(x, 2), native.linear(x.contiguous(), 2))
+
+
+def test_nan_and_infinity_come_through(build, weight):
+    x = torch.ones(3, weight.shape[1])
+    x[0, 0], x[1, 0] = float("nan"), float("inf")
+    found = as_native(weight).linear(x, 2)
+    assert found[0].isnan().all()
+    assert not found[1].isfinite().any()
+    assert found[2].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 6e-8, 1e-5, -0.5, 65504.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_extreme_scales_are_read_exactly(build, scale, dtype):
+    q = torch.arange(-8, 8, dtype=torch.int8).repeat(2)[None]
+    weight = AffineWeight(affine.pack(q, 4), torch.tensor([[scale]], dtype=dtype), 4, 32)
+    torch.testing.assert_close(
+        as_native(weight).rows(0, 1), weight.rows(0, 1), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_weights_may_be_a_slice_of_a_larger_tensor(build):
+    whole = bf16_weight(20, 40)
+    part = DenseWeight(whole.data[3:11, 5:38])
+    native = as_native(part)
+    assert torch.equal(native.rows(0, 8), part.rows(0, 8))
+    x = randn(1, 33)
+    assert_same_but_for_the_order_of_addition(native.linear(x, 2), x, part.rows(0, 8))
+
+
+def test_more_than_a_few_tokens_go_through_the_dequantized_weight(build, weight, monkeypatch):
+    native = as_native(weight)
+    calls = []
+    monkeypatch.setattr(NativeWeight, "linear", lambda *a: calls.append(a))
+    x = randn(_FEW_TOKENS + 1, weight.shape[1])
+    found = CPUOps().linear(x, native, None)
+    assert not calls
+    assert torch.equal(found, REFERENCE.linear(x, weight, None))
+
+
+def test_many_python_threads_call_at_once(build):
+    """Each has its own weight and activations, and every result is right every time."""
+    jobs = []
+    for seed, weight in enumerate(KINDS.values()):
+        native, x = as_native(weight), randn(2, weight.shape[1], seed=seed)
+        jobs.append((native, x, native.linear(x, 1), weight.rows(0, weight.shape[0])))
+    wrong = []
+
+    def call(offset):
+        for i in range(200):
+            native, x, product, rows = jobs[(i + offset) % len(jobs)]
+            if not torch.equal(native.linear(x, 1 + (i + offset) % 4), product):
+                wrong.append(("linear", i, offset))
+            if i % 7 == 0 and not torch.equal(native.rows(0, native.shape[0]), rows):
+                wrong.append(("rows", i, offset))
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def forked(call, seconds=30):
+    """Run `call` in a forked child; whether it returned true before the time was over."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if call() else 1
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+# From Python 3.12 on, forking beside other threads warns; here it is what is tested.
+forks = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+
+@needs_fork
+@forks
+def test_kernels_work_in_a_forked_child_and_in_the_parent_after_it(build, weight):
+    native, x = as_native(weight), randn(2, weight.shape[1])
+    expected = native.linear(x, 3)
+
+    def works():
+        return all(torch.equal(native.linear(x, 3), expected) for _ in range(20))
+
+    assert forked(works)
+    assert forked(lambda: works() and forked(works))
+    assert works()
+
+
+@needs_fork
+@forks
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_forked_child_has_threads_of_its_own(build):
+    native, x = as_native(bf16_weight(200, 50)), randn(1, 50)
+    native.linear(x, 3)
+
+    def counts():
+        before = len(os.listdir("/proc/self/task"))
+        native.linear(x, 3)
+        return (before, len(os.listdir("/proc/self/task"))) == (1, 3)
+
+    assert forked(counts)
+
+
+@needs_fork
+@forks
+def test_forks_while_other_threads_compute_disturb_neither_child_nor_parent(build):
+    native, x = as_native(bf16_weight(2000, 500)), [randn(1, 500, seed=i) for i in range(3)]
+    expected = [native.linear(row, 2) for row in x]
+    stop, wrong = threading.Event(), []
+
+    def compute(i):
+        while not stop.is_set():
+            if not torch.equal(native.linear(x[i], 2), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=compute, args=(i,), daemon=True) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    results = [forked(lambda: torch.equal(native.linear(x[2], 2), expected[2])) for _ in range(20)]
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert all(results)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(affine_weight(8, 64, 4, 32, torch.float32), id="fp32 scales"),
+        pytest.param(affine_weight(8, 40, 4, None, torch.bfloat16), id="int4 group of 40"),
+        pytest.param(affine_weight(8, 48, 4, 16, torch.bfloat16), id="int4 groups of 16"),
+        pytest.param(nf4_weight(8, 32), id="nf4 blocks span rows"),
+        pytest.param(nf4_weight(8, 96, block_size=16), id="nf4 blocks of 16"),
+        pytest.param(DenseWeight(randn(64, 8, dtype=torch.bfloat16).t()), id="transposed"),
+        pytest.param(DenseWeight(randn(8, 64)), id="fp32"),
+        pytest.param(DenseWeight(randn(8, 64, dtype=torch.float16)), id="fp16"),
+    ],
+)
+def test_layouts_that_the_kernels_do_not_take_go_to_the_reference(build, weight):
+    cpu = CPUOps()
+    assert cpu.prepare(weight) is weight
+    x = randn(2, weight.shape[1])
+    assert torch.equal(cpu.linear(x, weight, None), REFERENCE.linear(x, weight, None))
+
+
+@pytest.mark.parametrize("what", ["packed", "scale"])
+def test_affine_tensors_that_are_not_contiguous_go_to_the_reference(build, what):
+    whole = affine_weight(8, 64, 4, 32, torch.bfloat16)
+    tensors = {"packed": whole.packed, "scale": whole.scale}
+    tensors[what] = torch.cat([tensors[what]] * 2, 1)[:, : tensors[what].shape[1]]
+    weight = AffineWeight(**tensors, bits=4, columns=64)
+    assert kernels.native(weight) is weight
+    x = randn(1, 64)
+    assert torch.equal(REFERENCE.linear(x, weight, None), REFERENCE.linear(x, whole, None))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"code": torch.tensor(nf4.CODE, dtype=torch.float16)},
+        {"code": torch.tensor(nf4.CODE).repeat_interleave(2)[::2]},
+        {"absmax": torch.ones(24).repeat_interleave(2)[::2]},
+        {"packed": torch.zeros(768, 2, dtype=torch.uint8)[:, :1]},
+    ],
+    ids=["fp16 code", "strided code", "strided absmax", "strided packed"],
+)
+def test_nf4_tensors_that_a_kernel_would_misread_go_to_the_reference(build, change):
+    whole = nf4_weight(8, 192)
+    parts = {"packed": whole.packed, "absmax": whole.absmax, "code": whole.code} | change
+    weight = NF4Weight(**parts, shape=(8, 192), block_size=64)
+    assert kernels.native(weight) is weight
+
+
+def test_without_the_library_everything_goes_to_the_reference(weight, monkeypatch):
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    cpu = CPUOps()
+    prepared = cpu.prepare(weight)
+    assert prepared is weight
+    x = randn(2, weight.shape[1])
+    assert torch.equal(cpu.linear(x, prepared, None), REFERENCE.linear(x, weight, None))
+
+
+def test_a_library_that_was_not_built_is_none(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_library.__wrapped__() is None
+
+
+def test_another_device_gets_the_weight_without_kernels(build, weight):
+    moved = as_native(weight).to(torch.device("cpu"))
+    assert type(moved) is type(weight)
+    assert torch.equal(moved.rows(0, 1), weight.rows(0, 1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", [("-O3",), ("-O3", "-DQINFER_PLAIN"), ("-O0",)], ids=str)
+def test_the_source_compiles_without_a_warning(flags, tmp_path):
+    done = compile_source(*flags, "-c", SOURCE, "-o", tmp_path / "kernels.o")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+DRIVER = r"""
+#include KERNELS
+#include <stdio.h>
+
+enum { ROWS = 61, COLUMNS = 256, TOKENS = 3, CALLERS = 4, CALLS = 60 };
+static float absmax[ROWS * COLUMNS / 64], code[16];
+
+static void *caller(void *argument)
+{
+    unsigned seed = 1 + (unsigned)(uintptr_t)argument;
+    for (int call = 0; call < CALLS; call++) {
+        int kind = (int)(((unsigned)call + seed) % 4), odd = kind == BF16 || kind == INT8;
+        int64_t columns = COLUMNS - (odd ? 3 : 0), group = odd ? columns : 64;
+        weight w = {.kind = kind, .scale_is_fp16 = call & 1, .rows = ROWS, .columns = columns,
+                    .group = group, .row_bytes = kind == BF16 ? 2 * columns : kind == INT8
+                    ? columns : columns / 2, .absmax = absmax, .code = code};
+        size_t bytes = (size_t)(w.row_bytes * ROWS), scales = (size_t)(ROWS * columns / group);
+        /* Exactly as large as they must be, so that a read beyond the end is seen. */
+        uint8_t *data = malloc(bytes);
+        uint16_t *scale = malloc(scales * sizeof *scale);
+        float *x = malloc((size_t)(TOKENS * columns) * sizeof *x);
+        float *y = malloc(TOKENS * ROWS * sizeof *y), *z = malloc(TOKENS * ROWS * sizeof *z);
+        float *rows = malloc((size_t)(ROWS * columns) * sizeof *rows);
+        for (size_t i = 0; i < bytes; i++)
+            data[i] = (uint8_t)(i & 1 && kind == BF16 ? 0x3f : (seed = seed * 69069 + 1) >> 24);
+        for (size_t i = 0; i < scales; i++)
+            scale[i] = 0x3c00;
+        for (int64_t i = 0; i < TOKENS * columns; i++)
+            x[i] = (float)((seed = seed * 69069 + 1) >> 24) - 100;
+        w.data = data;
+        w.scale = scale;
+        qinfer_linear(&w, x, TOKENS, y, 1);
+        qinfer_linear(&w, x, TOKENS, z, 1 + call % 5);
+        qinfer_dequantize(&w, 0, ROWS, rows, 3);
+        qinfer_dequantize(&w, ROWS - 1, 1, rows, 2);
+        if (memcmp(y, z, TOKENS * ROWS * sizeof *y))
+            exit(3);
+        free(data), free(scale), free(x), free(y), free(z), free(rows);
+    }
+    return NULL;
+}
+
+int main(void)
+{
+    pthread_t threads[CALLERS];
+    for (int i = 0; i < ROWS * COLUMNS / 64; i++)
+        absmax[i] = 1;
+    for (int i = 0; i < 16; i++)
+        code[i] = (float)i;
+    for (int i = 0; i < CALLERS; i++)
+        pthread_create(&threads[i], NULL, caller, (void *)(uintptr_t)i);
+    for (int i = 0; i < CALLERS; i++)
+        pthread_join(threads[i], NULL);
+    puts("done");
+    return 0;
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("flag", [None, "-DQINFER_PLAIN"], ids=["avx2", "plain"])
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_a_sanitizer_finds_no_race_and_no_stray_access(sanitizer, flag, tmp_path):
+    driver, program = tmp_path / "driver.c", tmp_path / "driver"
+    driver.write_text(DRIVER)
+    flags = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    flags += [f'-DKERNELS="{SOURCE}"', *([flag] if flag else [])]
+    done = compile_source(*flags, driver, "-o", program)
+    if "fsanitize" in done.stderr or "cannot find" in done.stderr:
+        pytest.skip(f"the compiler has no {sanitizer} sanitizer")
+    assert done.returncode == 0, done.stderr
+    options = "halt_on_error=1:detect_leaks=0"  # the workers never end
+    environment = os.environ | {"ASAN_OPTIONS": options, "TSAN_OPTIONS": "halt_on_error=1"}
+    run = subprocess.run([program], capture_output=True, text=True, env=environment, timeout=120)
+    if "unexpected memory mapping" in run.stderr:
+        pytest.skip("the sanitizer does not run with this kernel's address randomization")
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr

@@ -155,7 +155,7 @@ def assert_same_but_for_the_order_of_addition(found, x, dense):
 
 
 @given(ANY_WEIGHT, st.integers(1, 6), SEEDS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @example(affine_weight(17, 32, 4, 32, torch.float16), 4, 0)
 def test_products_equal_the_reference(build, weight, tokens, seed):
     n, k = weight.shape
@@ -169,7 +169,7 @@ def test_products_equal_the_reference(build, weight, tokens, seed):
 
 
 @given(ANY_WEIGHT, st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_dequantized_rows_are_bit_equal_to_the_reference(build, weight, data):
     n = weight.shape[0]
     start = data.draw(st.integers(0, n - 1))
@@ -317,10 +317,13 @@ def test_a_forked_child_has_threads_of_its_own(build):
     native, x = as_native(bf16_weight(200, 50)), randn(1, 50)
     native.linear(x, 3)
 
+    def count():
+        return len(list(Path("/proc/self/task").iterdir()))
+
     def counts():
-        before = len(os.listdir("/proc/self/task"))
+        before = count()
         native.linear(x, 3)
-        return (before, len(os.listdir("/proc/self/task"))) == (1, 3)
+        return (before, count()) == (1, 3)
 
     assert forked(counts)
 
@@ -328,19 +331,18 @@ def test_a_forked_child_has_threads_of_its_own(build):
 @needs_fork
 @forks
 def test_forks_while_other_threads_compute_disturb_neither_child_nor_parent(build):
-    native, x = as_native(bf16_weight(2000, 500)), [randn(1, 500, seed=i) for i in range(3)]
+    native, x = as_native(bf16_weight(2000, 500)), [randn(1, 500, seed=i) for i in range(5)]
     expected = [native.linear(row, 2) for row in x]
     stop, wrong = threading.Event(), []
 
-    def compute(i):
+    def compute(*turns):  # in turns, or memory used again could hold a right result by chance
         while not stop.is_set():
-            if not torch.equal(native.linear(x[i], 2), expected[i]):
-                wrong.append(i)
+            wrong.extend(i for i in turns if not torch.equal(native.linear(x[i], 2), expected[i]))
 
-    threads = [threading.Thread(target=compute, args=(i,), daemon=True) for i in (0, 1)]
+    threads = [threading.Thread(target=compute, args=t, daemon=True) for t in ((0, 1), (2, 3))]
     for thread in threads:
         thread.start()
-    results = [forked(lambda: torch.equal(native.linear(x[2], 2), expected[2])) for _ in range(20)]
+    results = [forked(lambda: torch.equal(native.linear(x[4], 2), expected[4])) for _ in range(20)]
     stop.set()
     for thread in threads:
         thread.join(30)

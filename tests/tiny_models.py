@@ -85,12 +85,13 @@ def write_tokenizer(directory: Path, *, chat: bool = False, bos: bool = False) -
     """A byte-level BPE of the 256 bytes, a few merges and three special tokens (256 to 258)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)}
+    specials = ["<s>", "<|im_start|>", "<|im_end|>"]
     merges = [("t", "h"), ("th", "e"), ("a", "n"), ("i", "n"), ("Ġ", "the")]
+    vocab |= {token: 256 + i for i, token in enumerate(specials)}
     vocab |= {a + b: 259 + i for i, (a, b) in enumerate(merges)}
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    specials = ["<s>", "<|im_start|>", "<|im_end|>"]
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [
         {

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import qinfer
+from qinfer.checkpoint.opening import PROGRESS_NAME
 from qinfer.checkpoint.safetensors import INDEX_NAME, ShardWriter
 from qinfer.config import read_json
 from qinfer.errors import CheckpointError
@@ -34,7 +35,6 @@ from qinfer_converters.plan import Plan, TensorPlan
 from qinfer_converters.source import Source
 
 RECORD_NAME = "qinfer.json"
-_PROGRESS_NAME = "progress.json"
 _RUN_WEIGHTS = 4 * 2**20  # weights handled at a time; fp32 temporaries are a few times 16 MB
 _SPARE_BYTES = 64 * 2**20  # tokenizer, configuration, and room to breathe
 
@@ -143,7 +143,7 @@ def _open_part(part: Path, identity: str) -> dict[str, str]:
                 hint="Move it away or name another output.",
             )
         try:
-            state = read_json(part / _PROGRESS_NAME)
+            state = read_json(part / PROGRESS_NAME)
         except CheckpointError:
             state = {}  # torn by a crash: nothing in it can be trusted
         shards = state.get("shards")
@@ -160,11 +160,11 @@ def _is_unfinished(part: Path) -> bool:
     if not part.is_dir():
         return False
     names = {p.name for p in part.iterdir()}
-    return _PROGRESS_NAME in names or names <= {_PROGRESS_NAME + ".part"}
+    return PROGRESS_NAME in names or names <= {PROGRESS_NAME + ".part"}
 
 
 def _record_progress(part: Path, identity: str, shards: dict[str, str]) -> None:
-    _write_json(part / _PROGRESS_NAME, {"identity": identity, "shards": shards})
+    _write_json(part / PROGRESS_NAME, {"identity": identity, "shards": shards})
 
 
 def _write_shard(
@@ -270,7 +270,7 @@ def _constants(tensor: TensorPlan, fmt: Affine | NF4) -> Iterator[tuple[str, int
 def _finish(source: Source, plan: Plan, part: Path, digests: dict[str, str]) -> None:
     """Write all but the weights; the record comes last."""
     for path in part.iterdir():  # left by an attempt that was interrupted here
-        if path.name not in digests and path.name != _PROGRESS_NAME:
+        if path.name not in digests and path.name != PROGRESS_NAME:
             path.unlink()
     names = plan.shard_names()
     if len(names) > 1:
@@ -288,7 +288,7 @@ def _finish(source: Source, plan: Plan, part: Path, digests: dict[str, str]) -> 
     if source.generation_config:
         _write_json(part / "generation_config.json", source.generation_config)
     _write_json(part / "config.json", plan.config)
-    known = {*digests, _PROGRESS_NAME}
+    known = {*digests, PROGRESS_NAME}
     others = {p.name: _sha256(p) for p in sorted(part.iterdir()) if p.name not in known}
     _write_json(part / RECORD_NAME, _record(source, plan, digests | others))
     _sync_directory(part)
@@ -316,7 +316,7 @@ def _publish(part: Path, out: Path) -> None:
         old = Path(tempfile.mkdtemp(prefix=f"{out.name}.old-", dir=out.parent))
         out.replace(old / out.name)
     part.replace(out)
-    (out / _PROGRESS_NAME).unlink()
+    (out / PROGRESS_NAME).unlink()
     _sync_directory(out.parent)
     if old is not None:
         shutil.rmtree(old)

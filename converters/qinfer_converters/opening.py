@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from qinfer.checkpoint import hub
+from qinfer.checkpoint.opening import existing_path
 from qinfer.errors import CheckpointError
 from qinfer_converters.gguf.source import GGUFSource
 from qinfer_converters.huggingface import HuggingFaceSource
@@ -24,15 +23,15 @@ def open_source(text: str, *, progress: bool = True) -> Source:
         CheckpointError: It does not exist, is damaged, or is of a kind that is never loaded.
         UnsupportedModelError: It cannot be converted.
     """
-    path = Path(text)
-    if path.is_dir():
+    path = existing_path(text)
+    if path is not None and path.is_dir():
         return HuggingFaceSource(path)
-    if path.suffix.lower() in _PICKLES:
+    if text.lower().endswith(_PICKLES):
         raise CheckpointError(
             f"{text} is a pickle file, and pickle files are never loaded: they can run code",
             hint="Use a safetensors or GGUF version of the model.",
         )
-    if path.exists():
+    if path is not None:
         if path.suffix.lower() == ".safetensors":
             raise CheckpointError(
                 f"{text} is one file of a model", hint="Name the directory that holds it."

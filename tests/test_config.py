@@ -1,5 +1,6 @@
 """config.json means to qinfer what it means to transformers, and what is wrong in it is named."""
 
+import copy
 import json
 
 import pytest
@@ -44,7 +45,7 @@ def parse(architecture="LlamaForCausalLM", **changes):
 
 
 def transformers_config(architecture, fields):
-    return getattr(transformers, FAMILIES[architecture] + "Config").from_dict(dict(fields))
+    return getattr(transformers, FAMILIES[architecture] + "Config").from_dict(copy.deepcopy(fields))
 
 
 def windows_of(theirs):

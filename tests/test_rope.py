@@ -1,5 +1,7 @@
 """Rotary frequencies are those of transformers."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -50,7 +52,7 @@ def test_frequencies_equal_those_of_transformers(scaling, head_dim, theta):
         "max_position_embeddings": 16384,
         "rope_parameters": {"rope_theta": theta, **scaling},
     }
-    theirs = transformers.LlamaConfig.from_dict(dict(fields))
+    theirs = transformers.LlamaConfig.from_dict(copy.deepcopy(fields))  # it adds to the fields
     compute = ROPE_INIT_FUNCTIONS.get(
         scaling["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters
     )

@@ -56,7 +56,7 @@ def check_output(out: Path, *, force: bool) -> None:
             f"{out} is not empty and was not written by qinfer",
             hint="Name a directory that does not exist yet; qinfer will not replace this one.",
         )
-    if not force:
+    if not force and not (out / PROGRESS_NAME).is_file():  # if so, all but its last step was done
         raise CheckpointError(
             f"{out} already holds a converted model", hint="Use --force to replace it."
         )

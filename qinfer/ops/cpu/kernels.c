@@ -1,4 +1,4 @@
-/* Matrix-vector products with weights that stay as they lie on disk, and their dequantization.
+/* Matrix products with weights that stay as they lie on disk.
  *
  * Activations, sums and results are fp32, so these differ from the reference operations only in the
  * order of addition. A row of the result is computed by one thread in one order: it depends neither
@@ -15,11 +15,11 @@
 #if defined(__GNUC__) && defined(__x86_64__) && !defined(QINFER_PLAIN) /* to test without */
 #include <immintrin.h>
 #define HAVE_AVX2_VARIANTS 1
-#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
 #endif
 
-enum { LANES = 16, CHUNK_ROWS = 16 };
-enum { INT4, INT8, NF4, BF16 };
+enum { RUN = 32, TILE = 4, CHUNK_ROWS = 16, SCRATCH_FLOATS = 32768 };
+enum { INT4, INT8, NF4, BF16, FP16, FP32 };
 
 /* A weight of `rows` outputs and `columns` inputs; must match `_Weight` in kernels.py. */
 typedef struct {
@@ -60,170 +60,117 @@ static inline float from_fp16(uint16_t bits)
     return value;
 }
 
-static inline float scale_at(const weight *w, int64_t i)
+static inline float scale_at(const weight *w, int64_t i, int kind)
 {
+    if (kind == NF4)
+        return w->absmax[i];
+    if (kind >= BF16)
+        return 1;
     return w->scale_is_fp16 ? from_fp16(w->scale[i]) : from_bf16(w->scale[i]);
 }
 
-static inline float sum_lanes(const float *a)
+static inline int64_t run_bytes(int kind)
 {
-    float s[LANES];
-    memcpy(s, a, sizeof s);
-    for (int width = LANES / 2; width; width /= 2)
+    static const int64_t bytes[] = {RUN / 2, RUN, RUN / 2, 2 * RUN, 2 * RUN, 4 * RUN};
+    return bytes[kind];
+}
+
+/* Sum of two vectors of 8 lanes, always in this order. */
+static inline float sum_lanes(const float a[8], const float b[8])
+{
+    float s[8];
+    for (int j = 0; j < 8; j++)
+        s[j] = a[j] + b[j];
+    for (int width = 4; width; width /= 2)
         for (int j = 0; j < width; j++)
             s[j] += s[j + width];
     return s[0];
 }
 
-/* x of a row as the kernels read it: for the 4-bit formats each run of 32 is the 16 values that go
- * with the first nibbles, then the 16 that go with the second ones. */
-static inline void split_pairs(float *to, const float *x, int64_t columns)
+/* x as the 4-bit formats read it: in each run of 32, the 16 values that go with the first nibbles of
+ * 16 bytes, then the 16 that go with the second ones. */
+static void split_pairs(float *to, const float *x, int64_t columns)
 {
-    for (int64_t k = 0; k < columns; k += 2 * LANES)
-        for (int j = 0; j < LANES; j++) {
+    for (int64_t k = 0; k < columns; k += RUN)
+        for (int j = 0; j < RUN / 2; j++) {
             to[k + j] = x[k + 2 * j];
-            to[k + LANES + j] = x[k + 2 * j + 1];
+            to[k + RUN / 2 + j] = x[k + 2 * j + 1];
         }
 }
 
-static float dot_int4(const weight *w, int64_t row, const float *x)
+/* Weight k behind `data`, of the formats with one weight or more a byte. */
+static inline float single(const uint8_t *data, int64_t k, float s, int kind)
 {
-    const uint8_t *data = w->data + row * w->row_bytes;
-    int64_t groups = w->columns / w->group;
-    float sum[LANES] = {0};
-    for (int64_t g = 0; g < groups; g++) {
-        float s = scale_at(w, row * groups + g), part[LANES] = {0};
-        for (int64_t k = 0; k < w->group; k += 2 * LANES, data += LANES, x += 2 * LANES)
-            for (int j = 0; j < LANES; j++)
-                part[j] += (float)((data[j] & 15) - 8) * x[j] +
-                           (float)((data[j] >> 4) - 8) * x[LANES + j];
-        for (int j = 0; j < LANES; j++)
-            sum[j] += s * part[j];
+    switch (kind) {
+    case INT8: return s * (float)(data[k] - 128);
+    case BF16: return from_bf16(((const uint16_t *)data)[k]);
+    case FP16: return from_fp16(((const uint16_t *)data)[k]);
+    default: return ((const float *)data)[k];
     }
-    return sum_lanes(sum);
 }
 
-static float dot_int8(const weight *w, int64_t row, const float *x)
+/* A tile is the dot products of one row with up to TILE tokens. Weights are unpacked run by run, so
+ * that `q * s` is the very number that the reference dequantizes to, and go to 16 lanes of sums per
+ * token, whose order does not depend on how many tokens there are. INLINE with a constant `kind` and
+ * `tokens` makes each case a loop of its own. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE void unpack(const weight *w, const uint8_t *data, float s, float v[RUN], int kind)
+{
+    for (int j = 0; j < RUN / 2; j++) {
+        switch (kind) {
+        case INT4:
+            v[j] = s * (float)((data[j] & 15) - 8);
+            v[RUN / 2 + j] = s * (float)((data[j] >> 4) - 8);
+            break;
+        case NF4:
+            v[j] = s * w->code[data[j] >> 4];
+            v[RUN / 2 + j] = s * w->code[data[j] & 15];
+            break;
+        default:
+            v[j] = single(data, j, s, kind);
+            v[RUN / 2 + j] = single(data, RUN / 2 + j, s, kind);
+        }
+    }
+}
+
+INLINE void tile(const weight *w, int64_t row, const float *x, float *out, int64_t stride, int kind,
+                 int tokens)
 {
     const uint8_t *data = w->data + row * w->row_bytes;
-    int64_t groups = w->columns / w->group;
-    float sum[LANES] = {0}, tail = 0;
+    const int64_t groups = w->columns / w->group, step = run_bytes(kind);
+    float a[TILE][8] = {{0}}, b[TILE][8] = {{0}}, tail[TILE] = {0}, v[RUN];
     for (int64_t g = 0; g < groups; g++) {
-        float s = scale_at(w, row * groups + g), part[LANES] = {0}, rest = 0;
+        const float s = scale_at(w, row * groups + g, kind);
         int64_t k = 0;
-        for (; k + LANES <= w->group; k += LANES)
-            for (int j = 0; j < LANES; j++)
-                part[j] += (float)(data[k + j] - 128) * x[k + j];
-        for (; k < w->group; k++)
-            rest += (float)(data[k] - 128) * x[k];
-        for (int j = 0; j < LANES; j++)
-            sum[j] += s * part[j];
-        tail += s * rest;
-        data += w->group;
-        x += w->group;
+        for (; k + RUN <= w->group; k += RUN, data += step, x += RUN) {
+            unpack(w, data, s, v, kind);
+            for (int t = 0; t < tokens; t++)
+                for (int j = 0; j < 8; j++) {
+                    a[t][j] += v[j] * x[t * w->columns + j];
+                    b[t][j] += v[8 + j] * x[t * w->columns + 8 + j];
+                    a[t][j] += v[16 + j] * x[t * w->columns + 16 + j];
+                    b[t][j] += v[24 + j] * x[t * w->columns + 24 + j];
+                }
+        }
+        for (int64_t i = 0; k < w->group; i++, k++)
+            for (int t = 0; t < tokens; t++)
+                tail[t] += single(data, i, s, kind) * x[t * w->columns + i];
+        data += w->group % RUN * step / RUN;
+        x += w->group % RUN;
     }
-    return sum_lanes(sum) + tail;
-}
-
-static float dot_nf4(const weight *w, int64_t row, const float *x)
-{
-    const uint8_t *data = w->data + row * w->row_bytes;
-    int64_t blocks = w->columns / w->group;
-    float sum[LANES] = {0};
-    for (int64_t b = 0; b < blocks; b++) {
-        float s = w->absmax[row * blocks + b], part[LANES] = {0};
-        for (int64_t k = 0; k < w->group; k += 2 * LANES, data += LANES, x += 2 * LANES)
-            for (int j = 0; j < LANES; j++)
-                part[j] += w->code[data[j] >> 4] * x[j] + w->code[data[j] & 15] * x[LANES + j];
-        for (int j = 0; j < LANES; j++)
-            sum[j] += s * part[j];
-    }
-    return sum_lanes(sum);
-}
-
-static float dot_bf16(const weight *w, int64_t row, const float *x)
-{
-    const uint16_t *data = (const uint16_t *)(w->data + row * w->row_bytes);
-    float sum[LANES] = {0}, tail = 0;
-    int64_t k = 0;
-    for (; k + LANES <= w->columns; k += LANES)
-        for (int j = 0; j < LANES; j++)
-            sum[j] += from_bf16(data[k + j]) * x[k + j];
-    for (; k < w->columns; k++)
-        tail += from_bf16(data[k]) * x[k];
-    return sum_lanes(sum) + tail;
+    for (int t = 0; t < tokens; t++)
+        out[t * stride] = sum_lanes(a[t], b[t]) + tail[t];
 }
 
 #ifdef HAVE_AVX2_VARIANTS
-AVX2 static inline __m256 widen(__m128i bytes) /* the low 8 signed bytes */
+AVX2 INLINE __m256 widen(__m128i bytes) /* the low 8 signed bytes */
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
-AVX2 static inline float sum_avx2(__m256 a, __m256 b)
-{
-    float lanes[LANES];
-    _mm256_storeu_ps(lanes, a);
-    _mm256_storeu_ps(lanes + 8, b);
-    return sum_lanes(lanes);
-}
-
-/* a, b += s * (16 values `first` times x[0..15] + 16 values `second` times x[16..31]) */
-#define ADD_PAIRS(first, second)                                                                  \
-    do {                                                                                          \
-        __m128i f_ = (first), s_ = (second);                                                      \
-        __m256 p_ = _mm256_mul_ps(widen(f_), _mm256_loadu_ps(x));                                 \
-        __m256 q_ = _mm256_mul_ps(widen(_mm_srli_si128(f_, 8)), _mm256_loadu_ps(x + 8));          \
-        p_ = _mm256_fmadd_ps(widen(s_), _mm256_loadu_ps(x + 16), p_);                             \
-        q_ = _mm256_fmadd_ps(widen(_mm_srli_si128(s_, 8)), _mm256_loadu_ps(x + 24), q_);          \
-        a = _mm256_fmadd_ps(s, p_, a);                                                            \
-        b = _mm256_fmadd_ps(s, q_, b);                                                            \
-    } while (0)
-
-AVX2 static float dot_int4_avx2(const weight *w, int64_t row, const float *x)
-{
-    const uint8_t *data = w->data + row * w->row_bytes;
-    const __m128i mask = _mm_set1_epi8(15), zero = _mm_set1_epi8(8);
-    int64_t groups = w->columns / w->group;
-    __m256 a = _mm256_setzero_ps(), b = a;
-    for (int64_t g = 0; g < groups; g++) {
-        __m256 s = _mm256_set1_ps(scale_at(w, row * groups + g));
-        for (int64_t k = 0; k < w->group; k += 2 * LANES, data += LANES, x += 2 * LANES) {
-            __m128i pair = _mm_loadu_si128((const __m128i *)data);
-            ADD_PAIRS(_mm_sub_epi8(_mm_and_si128(pair, mask), zero),
-                      _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(pair, 4), mask), zero));
-        }
-    }
-    return sum_avx2(a, b);
-}
-
-AVX2 static float dot_int8_avx2(const weight *w, int64_t row, const float *x)
-{
-    const uint8_t *data = w->data + row * w->row_bytes;
-    const __m128i sign = _mm_set1_epi8((char)0x80);
-    int64_t groups = w->columns / w->group;
-    __m256 a = _mm256_setzero_ps(), b = a;
-    float tail = 0;
-    for (int64_t g = 0; g < groups; g++, data += w->group, x += w->group) {
-        float scale = scale_at(w, row * groups + g), rest = 0;
-        __m256 s = _mm256_set1_ps(scale), p = _mm256_setzero_ps(), q = p;
-        int64_t k = 0;
-        for (; k + LANES <= w->group; k += LANES) {
-            __m128i v = _mm_xor_si128(_mm_loadu_si128((const __m128i *)(data + k)), sign);
-            p = _mm256_fmadd_ps(widen(v), _mm256_loadu_ps(x + k), p);
-            q = _mm256_fmadd_ps(widen(_mm_srli_si128(v, 8)), _mm256_loadu_ps(x + k + 8), q);
-        }
-        for (; k < w->group; k++)
-            rest += (float)(data[k] - 128) * x[k];
-        a = _mm256_fmadd_ps(s, p, a);
-        b = _mm256_fmadd_ps(s, q, b);
-        tail += scale * rest;
-    }
-    return sum_avx2(a, b) + tail;
-}
-
-/* code[i] of 8 small indices: two permutations of 8 entries, chosen by the index's fourth bit */
-AVX2 static inline __m256 look_up(__m128i bytes, __m256 low, __m256 high)
+/* code[i] of 8 indices below 16: permutations of the lower and upper 8 entries, chosen by bit 3 */
+AVX2 INLINE __m256 look_up(__m128i bytes, __m256 low, __m256 high)
 {
     __m256i i = _mm256_cvtepu8_epi32(bytes);
     __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(i, 28));
@@ -231,112 +178,198 @@ AVX2 static inline __m256 look_up(__m128i bytes, __m256 low, __m256 high)
                             upper);
 }
 
-AVX2 static float dot_nf4_avx2(const weight *w, int64_t row, const float *x)
+AVX2 INLINE __m256 load_dense(const uint8_t *data, int i, int kind) /* the i-th 8 weights */
 {
-    const uint8_t *data = w->data + row * w->row_bytes;
-    const __m256 low = _mm256_loadu_ps(w->code), high = _mm256_loadu_ps(w->code + 8);
-    const __m128i mask = _mm_set1_epi8(15);
-    int64_t blocks = w->columns / w->group;
-    __m256 a = _mm256_setzero_ps(), b = a;
-    for (int64_t g = 0; g < blocks; g++) {
-        __m256 s = _mm256_set1_ps(w->absmax[row * blocks + g]);
-        for (int64_t k = 0; k < w->group; k += 2 * LANES, data += LANES, x += 2 * LANES) {
-            __m128i pair = _mm_loadu_si128((const __m128i *)data);
-            __m128i f = _mm_and_si128(_mm_srli_epi16(pair, 4), mask);
-            __m128i r = _mm_and_si128(pair, mask);
-            __m256 p = _mm256_mul_ps(look_up(f, low, high), _mm256_loadu_ps(x));
-            __m256 q = _mm256_mul_ps(look_up(_mm_srli_si128(f, 8), low, high),
-                                     _mm256_loadu_ps(x + 8));
-            p = _mm256_fmadd_ps(look_up(r, low, high), _mm256_loadu_ps(x + 16), p);
-            q = _mm256_fmadd_ps(look_up(_mm_srli_si128(r, 8), low, high),
-                                _mm256_loadu_ps(x + 24), q);
-            a = _mm256_fmadd_ps(s, p, a);
-            b = _mm256_fmadd_ps(s, q, b);
-        }
-    }
-    return sum_avx2(a, b);
+    if (kind == FP32)
+        return _mm256_loadu_ps((const float *)data + 8 * i);
+    __m128i half = _mm_loadu_si128((const __m128i *)data + i);
+    if (kind == FP16)
+        return _mm256_cvtph_ps(half);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
-AVX2 static float dot_bf16_avx2(const weight *w, int64_t row, const float *x)
+AVX2 INLINE void unpack_avx2(const weight *w, const uint8_t *data, __m256 s, __m256 v[4], int kind)
 {
-    const uint16_t *data = (const uint16_t *)(w->data + row * w->row_bytes);
-    __m256 a = _mm256_setzero_ps(), b = a;
-    float tail = 0;
-    int64_t k = 0;
-    for (; k + LANES <= w->columns; k += LANES) {
-        __m128i low = _mm_loadu_si128((const __m128i *)(data + k));
-        __m128i high = _mm_loadu_si128((const __m128i *)(data + k + 8));
-        __m256i p = _mm256_slli_epi32(_mm256_cvtepu16_epi32(low), 16);
-        __m256i q = _mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16);
-        a = _mm256_fmadd_ps(_mm256_castsi256_ps(p), _mm256_loadu_ps(x + k), a);
-        b = _mm256_fmadd_ps(_mm256_castsi256_ps(q), _mm256_loadu_ps(x + k + 8), b);
+    const __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    const __m128i sign = _mm_set1_epi8((char)0x80);
+    if (kind >= BF16) {
+        for (int i = 0; i < 4; i++)
+            v[i] = load_dense(data, i, kind);
+        return;
     }
-    for (; k < w->columns; k++)
-        tail += from_bf16(data[k]) * x[k];
-    return sum_avx2(a, b) + tail;
+    __m128i p = _mm_loadu_si128((const __m128i *)data), q;
+    if (kind == INT8) {
+        q = _mm_xor_si128(_mm_loadu_si128((const __m128i *)(data + 16)), sign);
+        p = _mm_xor_si128(p, sign);
+    } else { /* nibbles: INT4 has the first one low, NF4 high */
+        __m128i high = _mm_and_si128(_mm_srli_epi16(p, 4), mask), low = _mm_and_si128(p, mask);
+        p = kind == INT4 ? _mm_sub_epi8(low, eight) : high;
+        q = kind == INT4 ? _mm_sub_epi8(high, eight) : low;
+    }
+    if (kind == NF4) {
+        const __m256 low = _mm256_loadu_ps(w->code), high = _mm256_loadu_ps(w->code + 8);
+        v[0] = look_up(p, low, high);
+        v[1] = look_up(_mm_srli_si128(p, 8), low, high);
+        v[2] = look_up(q, low, high);
+        v[3] = look_up(_mm_srli_si128(q, 8), low, high);
+    } else {
+        v[0] = widen(p);
+        v[1] = widen(_mm_srli_si128(p, 8));
+        v[2] = widen(q);
+        v[3] = widen(_mm_srli_si128(q, 8));
+    }
+    for (int i = 0; i < 4; i++)
+        v[i] = _mm256_mul_ps(s, v[i]);
+}
+
+AVX2 INLINE void tile_avx2(const weight *w, int64_t row, const float *x, float *out, int64_t stride,
+                           int kind, int tokens)
+{
+    const uint8_t *data = w->data + row * w->row_bytes;
+    const int64_t groups = w->columns / w->group, step = run_bytes(kind);
+    __m256 a[TILE], b[TILE], v[4];
+    float tail[TILE] = {0}, lanes[2][8];
+    for (int t = 0; t < tokens; t++)
+        a[t] = b[t] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < groups; g++) {
+        const float s = scale_at(w, row * groups + g, kind);
+        int64_t k = 0;
+        for (; k + RUN <= w->group; k += RUN, data += step, x += RUN) {
+            unpack_avx2(w, data, _mm256_set1_ps(s), v, kind);
+            for (int t = 0; t < tokens; t++) {
+                const float *y = x + t * w->columns;
+                a[t] = _mm256_fmadd_ps(v[0], _mm256_loadu_ps(y), a[t]);
+                b[t] = _mm256_fmadd_ps(v[1], _mm256_loadu_ps(y + 8), b[t]);
+                a[t] = _mm256_fmadd_ps(v[2], _mm256_loadu_ps(y + 16), a[t]);
+                b[t] = _mm256_fmadd_ps(v[3], _mm256_loadu_ps(y + 24), b[t]);
+            }
+        }
+        for (int64_t i = 0; k < w->group; i++, k++)
+            for (int t = 0; t < tokens; t++)
+                tail[t] = __builtin_fmaf(single(data, i, s, kind), x[t * w->columns + i], tail[t]);
+        data += w->group % RUN * step / RUN;
+        x += w->group % RUN;
+    }
+    for (int t = 0; t < tokens; t++) {
+        _mm256_storeu_ps(lanes[0], a[t]);
+        _mm256_storeu_ps(lanes[1], b[t]);
+        out[t * stride] = sum_lanes(lanes[0], lanes[1]) + tail[t];
+    }
 }
 #endif
 
-static void row_int4(const weight *w, int64_t row, float *out)
+/* A row as tiles of FP32 read it. */
+INLINE void unpack_row(const weight *w, int64_t row, float *to, int kind)
 {
     const uint8_t *data = w->data + row * w->row_bytes;
-    int64_t groups = w->columns / w->group;
+    const int64_t groups = w->columns / w->group, step = run_bytes(kind);
     for (int64_t g = 0; g < groups; g++) {
-        float s = scale_at(w, row * groups + g);
-        for (int64_t k = 0; k < w->group / 2; k++, out += 2) {
-            out[0] = s * (float)((data[k] & 15) - 8);
-            out[1] = s * (float)((data[k] >> 4) - 8);
+        const float s = scale_at(w, row * groups + g, kind);
+        int64_t k = 0;
+        for (; k + RUN <= w->group; k += RUN, data += step, to += RUN)
+            unpack(w, data, s, to, kind);
+        for (int64_t i = 0; k < w->group; i++, k++)
+            *to++ = single(data, i, s, kind);
+        data += w->group % RUN * step / RUN;
+    }
+}
+
+#ifdef HAVE_AVX2_VARIANTS
+AVX2 INLINE void unpack_row_avx2(const weight *w, int64_t row, float *to, int kind)
+{
+    const uint8_t *data = w->data + row * w->row_bytes;
+    const int64_t groups = w->columns / w->group, step = run_bytes(kind);
+    for (int64_t g = 0; g < groups; g++) {
+        const float s = scale_at(w, row * groups + g, kind);
+        int64_t k = 0;
+        for (; k + RUN <= w->group; k += RUN, data += step, to += RUN) {
+            __m256 v[4];
+            unpack_avx2(w, data, _mm256_set1_ps(s), v, kind);
+            for (int i = 0; i < 4; i++)
+                _mm256_storeu_ps(to + 8 * i, v[i]);
         }
-        data += w->group / 2;
+        for (int64_t i = 0; k < w->group; i++, k++)
+            *to++ = single(data, i, s, kind);
+        data += w->group % RUN * step / RUN;
     }
 }
+#endif
 
-static void row_int8(const weight *w, int64_t row, float *out)
-{
-    const uint8_t *data = w->data + row * w->row_bytes;
-    int64_t groups = w->columns / w->group;
-    for (int64_t g = 0; g < groups; g++, data += w->group, out += w->group) {
-        float s = scale_at(w, row * groups + g);
-        for (int64_t k = 0; k < w->group; k++)
-            out[k] = s * (float)(data[k] - 128);
+typedef void (*rows_function)(const weight *, int64_t begin, int64_t end, const float *x,
+                              int64_t tokens, float *out);
+
+/* Rows begin .. end as they are stored; a tile's tokens stay in the first cache for all of them. */
+#define DEFINE_TILES(name, attributes, tile, kind)                                                 \
+    attributes static void name(const weight *w, int64_t begin, int64_t end, const float *x,       \
+                                int64_t tokens, float *out)                                        \
+    {                                                                                              \
+        const int64_t rows = w->rows;                                                              \
+        for (int64_t t = 0; t < tokens; t += TILE, x += TILE * w->columns, out += TILE * rows)     \
+            for (int64_t row = begin; row < end; row++)                                            \
+                switch (tokens - t) {                                                              \
+                case 1: tile(w, row, x, out + row, rows, kind, 1); break;                          \
+                case 2: tile(w, row, x, out + row, rows, kind, 2); break;                          \
+                case 3: tile(w, row, x, out + row, rows, kind, 3); break;                          \
+                default: tile(w, row, x, out + row, rows, kind, TILE);                             \
+                }                                                                                  \
     }
-}
 
-static void row_nf4(const weight *w, int64_t row, float *out)
-{
-    const uint8_t *data = w->data + row * w->row_bytes;
-    for (int64_t k = 0; k < w->columns; k += 2) {
-        float s = w->absmax[(row * w->columns + k) / w->group];
-        out[k] = s * w->code[data[k / 2] >> 4];
-        out[k + 1] = s * w->code[data[k / 2] & 15];
+/* The same, but for many tokens each row is unpacked once for all tiles: the same numbers in the same
+ * order, so the result is the same to the bit. */
+#define DEFINE_ROWS(name, attributes, unpack_row, format, tiles, tiles_fp32)                       \
+    attributes static void name(const weight *w, int64_t begin, int64_t end, const float *x,       \
+                                int64_t tokens, float *out)                                        \
+    {                                                                                              \
+        float scratch[SCRATCH_FLOATS];                                                             \
+        const int64_t fit = SCRATCH_FLOATS / w->columns;                                           \
+        if (tokens <= 2 * TILE || !fit) {                                                          \
+            tiles(w, begin, end, x, tokens, out);                                                  \
+            return;                                                                                \
+        }                                                                                          \
+        weight dense = {.kind = FP32, .rows = w->rows, .columns = w->columns, .group = w->group,   \
+                        .row_bytes = 4 * w->columns, .data = (const uint8_t *)scratch};            \
+        for (; begin < end; begin += fit) {                                                        \
+            const int64_t count = end - begin < fit ? end - begin : fit;                           \
+            for (int64_t i = 0; i < count; i++)                                                    \
+                unpack_row(w, begin + i, scratch + i * w->columns, format);                         \
+            tiles_fp32(&dense, 0, count, x, tokens, out + begin);                                  \
+        }                                                                                          \
     }
-}
 
-static void row_bf16(const weight *w, int64_t row, float *out)
-{
-    const uint16_t *data = (const uint16_t *)(w->data + row * w->row_bytes);
-    for (int64_t k = 0; k < w->columns; k++)
-        out[k] = from_bf16(data[k]);
-}
+#define DEFINE_ALL(suffix, attributes, tile, unpack_row)                                           \
+    DEFINE_TILES(tiles_int4##suffix, attributes, tile, INT4)                                       \
+    DEFINE_TILES(tiles_int8##suffix, attributes, tile, INT8)                                       \
+    DEFINE_TILES(tiles_nf4##suffix, attributes, tile, NF4)                                         \
+    DEFINE_TILES(tiles_bf16##suffix, attributes, tile, BF16)                                       \
+    DEFINE_TILES(tiles_fp16##suffix, attributes, tile, FP16)                                       \
+    DEFINE_TILES(tiles_fp32##suffix, attributes, tile, FP32)                                       \
+    DEFINE_ROWS(rows_int4##suffix, attributes, unpack_row, INT4, tiles_int4##suffix,               \
+                tiles_fp32##suffix)                                                                \
+    DEFINE_ROWS(rows_int8##suffix, attributes, unpack_row, INT8, tiles_int8##suffix,               \
+                tiles_fp32##suffix)                                                                \
+    DEFINE_ROWS(rows_nf4##suffix, attributes, unpack_row, NF4, tiles_nf4##suffix,                  \
+                tiles_fp32##suffix)                                                                \
+    DEFINE_ROWS(rows_bf16##suffix, attributes, unpack_row, BF16, tiles_bf16##suffix,               \
+                tiles_fp32##suffix)                                                                \
+    DEFINE_ROWS(rows_fp16##suffix, attributes, unpack_row, FP16, tiles_fp16##suffix,               \
+                tiles_fp32##suffix)                                                                \
+    static const rows_function rows_by_kind##suffix[] = {                                          \
+        rows_int4##suffix, rows_int8##suffix, rows_nf4##suffix,                                    \
+        rows_bf16##suffix, rows_fp16##suffix, tiles_fp32##suffix};
 
-typedef float (*dot_function)(const weight *, int64_t, const float *);
-typedef void (*row_function)(const weight *, int64_t, float *);
+DEFINE_ALL(, , tile, unpack_row)
+#ifdef HAVE_AVX2_VARIANTS
+DEFINE_ALL(_avx2, AVX2, tile_avx2, unpack_row_avx2)
+#endif
 
-static dot_function dot_of(int32_t kind)
+static rows_function rows_of(int32_t kind)
 {
 #ifdef HAVE_AVX2_VARIANTS
-    static const dot_function avx2[] = {dot_int4_avx2, dot_int8_avx2, dot_nf4_avx2, dot_bf16_avx2};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return avx2[kind];
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c"))
+        return rows_by_kind_avx2[kind];
 #endif
-    static const dot_function plain[] = {dot_int4, dot_int8, dot_nf4, dot_bf16};
-    return plain[kind];
-}
-
-static row_function row_of(int32_t kind)
-{
-    static const row_function rows[] = {row_int4, row_int8, row_nf4, row_bf16};
-    return rows[kind];
+    return rows_by_kind[kind];
 }
 
 /* One call's work, cut into chunks of rows that threads take as they get to them: a thread that the
@@ -345,25 +378,13 @@ typedef struct {
     const weight *w;
     const float *x;
     float *out;
-    int64_t tokens, first, rows;
-    int dequantize;
+    int64_t tokens;
 } job;
 
 static void run_chunk(const job *j, int64_t chunk)
 {
     int64_t begin = chunk * CHUNK_ROWS, end = begin + CHUNK_ROWS;
-    if (end > j->rows)
-        end = j->rows;
-    if (j->dequantize) {
-        row_function f = row_of(j->w->kind);
-        for (int64_t row = begin; row < end; row++)
-            f(j->w, j->first + row, j->out + row * j->w->columns);
-        return;
-    }
-    dot_function f = dot_of(j->w->kind);
-    for (int64_t t = 0; t < j->tokens; t++)
-        for (int64_t row = begin; row < end; row++)
-            j->out[t * j->rows + row] = f(j->w, row, j->x + t * j->w->columns);
+    rows_of(j->w->kind)(j->w, begin, end < j->w->rows ? end : j->w->rows, j->x, j->tokens, j->out);
 }
 
 /* The pool. `next` holds the number of the job in its upper half and the next chunk in its lower one,
@@ -458,7 +479,7 @@ static void prepare_for_forks(void) { pthread_atfork(before_fork, after_fork, in
 static void run(const job *j, int threads)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    int64_t chunks = (j->rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    int64_t chunks = (j->w->rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
     pthread_once(&once, prepare_for_forks);
     pthread_mutex_lock(&pool.entry);
     grow_pool(threads - 1);
@@ -494,15 +515,8 @@ int qinfer_linear(const weight *w, const float *x, int64_t tokens, float *out, i
         for (int64_t t = 0; t < tokens; t++)
             split_pairs(split + t * w->columns, x + t * w->columns, w->columns);
     }
-    job j = {.w = w, .x = split ? split : x, .out = out, .tokens = tokens, .rows = w->rows};
+    job j = {.w = w, .x = split ? split : x, .out = out, .tokens = tokens};
     run(&j, threads);
     free(split);
     return 1;
-}
-
-/* Rows first .. first + rows of the weight in fp32; out is [rows, columns]. */
-void qinfer_dequantize(const weight *w, int64_t first, int64_t rows, float *out, int threads)
-{
-    job j = {.w = w, .out = out, .first = first, .rows = rows, .dequantize = 1};
-    run(&j, threads);
 }

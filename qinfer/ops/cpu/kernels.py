@@ -15,7 +15,8 @@ from torch import Tensor
 
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight, Weight
 
-_INT4, _INT8, _NF4, _BF16 = range(4)
+_INT4, _INT8, _NF4 = range(3)
+_DENSE = {torch.bfloat16: 3, torch.float16: 4, torch.float32: 5}
 
 
 class _Weight(ctypes.Structure):
@@ -51,8 +52,6 @@ def load(path: str) -> ctypes.CDLL:
     weight = ctypes.POINTER(_Weight)
     kernels.qinfer_linear.argtypes = [weight, pointer, size, pointer, count]
     kernels.qinfer_linear.restype = count
-    kernels.qinfer_dequantize.argtypes = [weight, size, size, pointer, count]
-    kernels.qinfer_dequantize.restype = None
     return kernels
 
 
@@ -91,11 +90,7 @@ class NativeWeight:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Output rows `start:stop` in fp32, [stop - start, K]."""
-        out = torch.empty(stop - start, self.shape[1])
-        self._kernels.qinfer_dequantize(
-            self._description, start, stop - start, out.data_ptr(), torch.get_num_threads()
-        )
-        return out
+        return self.weight.rows(start, stop)
 
     def to(self, device: torch.device) -> Weight:
         """The weight without kernels on another device."""
@@ -115,18 +110,24 @@ def _describe(weight: Weight) -> _Weight | None:
         return _describe_affine(weight)
     if isinstance(weight, NF4Weight):
         return _describe_nf4(weight)
-    if isinstance(weight, DenseWeight) and weight.data.dtype == torch.bfloat16:
-        if weight.data.stride(1) != 1:
-            return None
-        rows, columns = weight.shape
-        return _Weight(
-            kind=_BF16,
-            rows=rows,
-            columns=columns,
-            row_bytes=2 * weight.data.stride(0),
-            data=weight.data.data_ptr(),
-        )
+    if isinstance(weight, DenseWeight):
+        return _describe_dense(weight.data)
     return None
+
+
+def _describe_dense(data: Tensor) -> _Weight | None:
+    kind = _DENSE.get(data.dtype)
+    if kind is None or data.stride(1) != 1:
+        return None
+    rows, columns = data.shape
+    return _Weight(
+        kind=kind,
+        rows=rows,
+        columns=columns,
+        group=columns,
+        row_bytes=data.itemsize * data.stride(0),
+        data=data.data_ptr(),
+    )
 
 
 def _describe_affine(weight: AffineWeight) -> _Weight | None:

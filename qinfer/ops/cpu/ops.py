@@ -13,11 +13,15 @@ from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.weights import Weight
 
 _FEW_TOKENS = 4
-"""Up to here a product reads each weight once a token; above, weights are dequantized first."""
+"""Up to here nothing but the linear layers is worth more than one thread."""
 
 
 class CPUOps(ReferenceOps):
-    """Activations in fp32 as in the reference; sums differ in their order only."""
+    """Activations in fp32 as in the reference; sums differ in their order only.
+
+    That order is the same for one token as for many: a token's result does not depend on which
+    others are computed with it.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.float32)
@@ -45,7 +49,7 @@ class CPUOps(ReferenceOps):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """See `ReferenceOps.linear`."""
-        if x.shape[0] > _FEW_TOKENS or not isinstance(weight, NativeWeight):
+        if not isinstance(weight, NativeWeight):
             return super().linear(x, weight, bias)
         y = weight.linear(x, self._threads)
         return y if bias is None else y.add_(bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,9 @@ def _load(options: dict[str, Any]) -> LanguageModel:
 
     directory = find_model(options["model"], progress=not options["quiet"])
 
+    # torch's threads sleep between two of its operations instead of spinning on the cores that the
+    # compiled kernels' own threads need; OpenMP reads this once, when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch  # only now: an error in the arguments shows at once
 
     from qinfer.generation import LanguageModel

@@ -9,7 +9,7 @@ find_python() {
       return
     fi
   done
-  echo "Error: qinfer needs Python 3.11 or newer; found $(python3 --version 2>&1 || true)." >&2
+  echo "Error: qinfer needs Python 3.11 or newer; found $(${PYTHON:-python3} --version 2>&1)." >&2
   echo "Hint: install it, or name it: PYTHON=/path/to/python3.12 $0" >&2
   return 1
 }
@@ -29,7 +29,7 @@ environment() {
       return 1
     fi
   fi
-  wanted=$(cat pyproject.toml scripts/constraints.txt | cksum)
+  wanted=$(cat pyproject.toml scripts/constraints.txt qinfer/ops/cpu/*.c | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing into .venv (once) ..." >&2
     local pip=".venv/bin/python -m pip --disable-pip-version-check install -q -c scripts/constraints.txt"

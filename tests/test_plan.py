@@ -41,8 +41,8 @@ LAYER = (
 LINEAR = LAYER[2:]
 VECTOR_NOTE = "norms and biases stay 16-bit"
 EMBEDDING_NOTE = "embeddings stay 16-bit: only the rows used are read"
-HEAD_NOTE = "the output head is int8 per channel"
-TIED_NOTE = "the output head is int8 per channel, a tensor of its own beside the tied embedding"
+HEAD_NOTE = "the output head keeps 8 bits"
+TIED_NOTE = "the output head keeps 8 bits; it was tied to the 16-bit embedding"
 BNB_NOTE = "bitsandbytes checkpoints keep the output head 16-bit"
 
 

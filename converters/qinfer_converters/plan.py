@@ -221,7 +221,7 @@ class _Chooser:
         module, fmt = TABLE[self.config.architecture].head, Affine(8, None)
         shape = embedding.shape
         outputs = self._outputs(embedding.name, module, shape, shape, fmt)
-        note = "the output head is int8 per channel, a tensor of its own beside the tied embedding"
+        note = "the output head keeps 8 bits; it was tied to the 16-bit embedding"
         return TensorPlan(embedding.name, module, shape, fmt, False, outputs, note)
 
     def _format(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Format, str | None]:
@@ -234,7 +234,7 @@ class _Chooser:
             return dense, "embeddings stay 16-bit: only the rows used are read"
         if spec.role == "head":
             if self.scheme.quantizes_head:
-                return Affine(8, None), "the output head is int8 per channel"
+                return Affine(8, None), "the output head keeps 8 bits"
             return dense, "bitsandbytes checkpoints keep the output head 16-bit"
         if self.scheme_name == "nf4":
             return NF4(self.dtype), None

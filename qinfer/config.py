@@ -355,7 +355,8 @@ def _rope(f: _Fields) -> RopeConfig:
     for key, value in parameters.items():
         if value is not None and not isinstance(value, bool):
             scaling.number(key, 1.0)
-    if float(scaling.raw.get("partial_rotary_factor") or 1.0) != 1.0:
+    partial = parameters.get("partial_rotary_factor") or f.raw.get("partial_rotary_factor")
+    if partial is not None and partial != 1.0:
         raise UnsupportedModelError(f"{f.origin}: partial rotary embedding is not supported")
     parameters.pop("rope_theta", None)
     base = scaling.number("rope_theta", 10000.0)

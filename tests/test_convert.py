@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from qinfer.checkpoint.safetensors import INDEX_NAME, Checkpoint
 from qinfer.config import ModelConfig, read_json
-from qinfer.errors import CheckpointError, QInferError
+from qinfer.errors import CheckpointError, QInferError, UnsupportedModelError
 from qinfer.quant import affine, nf4
 from qinfer.quant.spec import NF4, SCHEMES, Affine, Dense
 from qinfer.quant.weights import load_weight
@@ -171,13 +171,17 @@ def test_every_file_is_flushed_before_it_is_renamed(source, out, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    run(source, out)
+    plan = run(source, out)
     part = part_of(out)
     renamed = {new.name: i for i, (kind, *_, new) in enumerate(events) if kind == "replace"}
     for name in contents(out):
         written = events.index(("fsync", part / f"{name}.part"))
         assert written < renamed[name]
         assert ("fsync", part) in events[renamed[name] : renamed["out"]]
+    records = [i for i, event in enumerate(events) if event[-1] == part / "progress.json"]
+    for name in plan.shard_names():  # is on the disk before a record says so
+        recorded = min(i for i in records if i > renamed[name])
+        assert ("fsync", part) in events[renamed[name] : recorded]
     assert events[renamed["out"]] == ("replace", part, out)
     assert ("fsync", out.parent) in events[renamed["out"] :]
 
@@ -553,6 +557,30 @@ def test_killed_at_any_moment_the_next_run_gives_the_same_bytes(source, tmp_path
     assert with_replacement > moments + 2
 
 
+@pytest.mark.parametrize(
+    ("declared", "text"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "(gptq)"),
+        ({"bits": 4}, "(in an unnamed way)"),
+        ("fp8", "(fp8)"),
+    ],
+)
+def test_a_quantized_source_is_refused(declared, text, source):
+    config = read_json(source / "config.json") | {"quantization_config": declared}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError) as caught:
+        HuggingFaceSource(source)
+    assert str(caught.value) == f"{source} is quantized already {text}"
+    assert "original 16-bit" in caught.value.hint
+
+
+@pytest.mark.parametrize("declared", [None, {}])
+def test_a_source_that_declares_no_quantization_is_read(declared, source):
+    config = read_json(source / "config.json") | {"quantization_config": declared}
+    (source / "config.json").write_text(json.dumps(config))
+    assert HuggingFaceSource(source).tensors
+
+
 def test_a_fresh_output_is_accepted(out):
     check_output(out, force=False)
     out.mkdir()
@@ -572,6 +600,15 @@ def test_a_converted_model_needs_force(source, out):
     run(source, out)
     assert_refused("already holds", "--force", lambda: check_output(out, force=False))
     check_output(out, force=True)
+
+
+def test_a_model_whose_publishing_was_interrupted_needs_no_force(source, out, tmp_path):
+    run(source, tmp_path / "reference")
+    shutil.copytree(tmp_path / "reference", out)
+    (out / "progress.json").write_text("{}")
+    check_output(out, force=False)
+    run(source, out)
+    assert contents(out) == contents(tmp_path / "reference")
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -782,3 +819,16 @@ def test_peak_memory_is_that_of_a_run_of_rows(tmp_path):
     # time: nothing grows with the model. In fp32 the whole of it would be 440 MB, its largest
     # matrix 131 MB; a converter that holds that matrix and two more of its size does not pass.
     assert result["growth"] < 300_000_000
+
+
+def test_two_conversions_to_one_output_do_not_meet(tiny_model, tmp_path):
+    source = HuggingFaceSource(tiny_model("llama"))
+    plan = make_plan(source, "int4")
+    out = tmp_path / "out"
+
+    def second(_):
+        with pytest.raises(CheckpointError, match="another process is writing"):
+            convert(source, plan, out)
+
+    convert(source, plan, out, progress=second)
+    assert (out / RECORD_NAME).is_file()

@@ -12,12 +12,14 @@ whole tensor where the source stores it transposed.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 import qinfer
-from qinfer.checkpoint.opening import PROGRESS_NAME
+from qinfer.checkpoint.opening import PROGRESS_NAME, RECORD_NAME
 from qinfer.checkpoint.safetensors import INDEX_NAME, ShardWriter
 from qinfer.config import read_json
 from qinfer.errors import CheckpointError
@@ -34,7 +36,6 @@ from qinfer.quant.spec import NF4, Affine, Dense
 from qinfer_converters.plan import Plan, TensorPlan
 from qinfer_converters.source import Source
 
-RECORD_NAME = "qinfer.json"
 _RUN_WEIGHTS = 4 * 2**20  # weights handled at a time; fp32 temporaries are a few times 16 MB
 _SPARE_BYTES = 64 * 2**20  # tokenizer, configuration, and room to breathe
 
@@ -99,16 +100,17 @@ def convert(
     check_output(out, force=True)
     part, identity = _part_directory(out), _identity(source, plan)
     try:
-        finished = _open_part(part, identity)
-        for name, tensors in zip(plan.shard_names(), plan.shards, strict=True):
-            if name in finished:
-                progress(sum(t.nbytes for t in tensors))
-                continue
-            _write_shard(source, tensors, part / name, progress)
-            finished[name] = _sha256(part / name)
-            _record_progress(part, identity, finished)
-        _finish(source, plan, part, finished)
-        _publish(part, out)
+        with _locked(part):
+            finished = _finished_shards(part, identity)
+            for name, tensors in zip(plan.shard_names(), plan.shards, strict=True):
+                if name in finished:
+                    progress(sum(t.nbytes for t in tensors))
+                    continue
+                _write_shard(source, tensors, part / name, progress)
+                finished[name] = _sha256(part / name)
+                _record_progress(part, identity, finished)
+            _finish(source, plan, part, finished)
+            _publish(part, out)
     except _BadWeights as error:
         shutil.rmtree(part)
         raise CheckpointError(str(error), hint=error.hint) from None
@@ -134,24 +136,40 @@ def _identity(source: Source, plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _open_part(part: Path, identity: str) -> dict[str, str]:
-    """Make or reuse the working directory; return its finished shards with their sha256."""
-    if part.exists():
-        if not _is_unfinished(part):
-            raise CheckpointError(
-                f"{part} is in the way and is not an unfinished conversion",
-                hint="Move it away or name another output.",
-            )
-        try:
-            state = read_json(part / PROGRESS_NAME)
-        except CheckpointError:
-            state = {}  # torn by a crash: nothing in it can be trusted
-        shards = state.get("shards")
-        if state.get("identity") == identity and isinstance(shards, dict):
-            return {n: digest for n, digest in shards.items() if (part / n).is_file()}
-        shutil.rmtree(part)
-    part.mkdir(parents=True)
+@contextmanager
+def _locked(part: Path) -> Iterator[None]:
+    """Make the working directory, or take over what is left of an interrupted conversion."""
+    if part.exists() and not _is_unfinished(part):
+        raise CheckpointError(
+            f"{part} is in the way and is not an unfinished conversion",
+            hint="Move it away or name another output.",
+        )
+    part.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(part, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone when the process is
+        yield
+    except BlockingIOError:
+        raise CheckpointError(
+            f"another process is writing {part}", hint="Wait for it, or name another output."
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _finished_shards(part: Path, identity: str) -> dict[str, str]:
+    """The sha256 of each shard that an earlier attempt at the same finished; others are removed."""
+    try:
+        state = read_json(part / PROGRESS_NAME)
+    except CheckpointError:
+        state = {}  # there is none, or it was torn by a crash: nothing can be trusted
+    shards = state.get("shards")
+    if state.get("identity") == identity and isinstance(shards, dict):
+        return {n: digest for n, digest in shards.items() if (part / n).is_file()}
     _record_progress(part, identity, {})
+    for path in part.iterdir():
+        if path.name != PROGRESS_NAME:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     return {}
 
 

@@ -44,10 +44,11 @@ class HuggingFaceSource:
         """
         self.label = label or str(directory)
         self.config: dict[str, Any] = read_json(directory / "config.json")
-        method = (self.config.get("quantization_config") or {}).get("quant_method")
-        if method is not None:
+        declared = self.config.get("quantization_config")
+        if declared:
+            method = declared.get("quant_method") if isinstance(declared, dict) else declared
             raise UnsupportedModelError(
-                f"{self.label} is quantized already ({method})",
+                f"{self.label} is quantized already ({method or 'in an unnamed way'})",
                 hint="Convert the original 16-bit model: rounding twice loses quality.",
             )
         path = directory / "generation_config.json"

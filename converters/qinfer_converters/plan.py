@@ -16,7 +16,7 @@ import torch
 
 from qinfer.checkpoint.safetensors import layout_bytes
 from qinfer.config import ModelConfig
-from qinfer.errors import CheckpointError
+from qinfer.errors import CheckpointError, UnsupportedModelError
 from qinfer.models.architectures import TABLE, TensorSpec, expected_tensors, prefix_in
 from qinfer.quant import nf4
 from qinfer.quant.spec import (
@@ -32,6 +32,7 @@ from qinfer.quant.spec import (
 from qinfer_converters.source import Source
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+_NOT_WEIGHTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F8_E4M3", "F8_E5M2")
 MAX_SHARD_BYTES = 512 * 2**20
 
 
@@ -176,6 +177,11 @@ def _match(source: Source, config: ModelConfig) -> tuple[list[TensorSpec], list[
                 f"{spec.name} has shape {list(found.shape)}, config.json implies "
                 f"{list(spec.shape)}",
                 hint="Weights and config.json do not belong together; download the model again.",
+            )
+        if found.kind in _NOT_WEIGHTS:
+            raise UnsupportedModelError(
+                f"{spec.name} is stored as {found.kind}, which is not a 16-bit or fp32 weight",
+                hint="Convert the original model: rounding twice loses quality.",
             )
     known = {spec.name for spec in specs}
     if config.tie_word_embeddings:

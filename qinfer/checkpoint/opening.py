@@ -7,6 +7,8 @@ from pathlib import Path
 from qinfer.checkpoint import hub
 from qinfer.errors import CheckpointError
 
+RECORD_NAME = "qinfer.json"
+"""In a converted model; written last."""
 PROGRESS_NAME = "progress.json"
 """In a directory that a conversion is still writing."""
 
@@ -41,7 +43,7 @@ def find_model(text: str, *, progress: bool = True) -> Path:
     """
     path = existing_path(text)
     if path is not None and path.is_dir():
-        if (path / PROGRESS_NAME).is_file():
+        if (path / PROGRESS_NAME).is_file() and not (path / RECORD_NAME).is_file():
             raise CheckpointError(
                 f"{text} is a conversion that was interrupted",
                 hint="Run the same qinfer convert command again; it continues.",

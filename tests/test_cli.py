@@ -573,7 +573,7 @@ BROKEN = {
         lambda d: edit(d / "config.json", quantization_config={"quant_method": "awq"}),
         "quantized with awq",
     ),
-    "an unfinished conversion": (unfinished, "has no config.json"),
+    "an unfinished conversion": (unfinished, "is a conversion that was interrupted"),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qinfer import ops
-from qinfer.checkpoint.chat import ChatTemplate
+from qinfer.checkpoint.chat import ChatTemplate, Message
 from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.checkpoint.streaming import TextStream
 from qinfer.checkpoint.tokenizer import Tokenizer
@@ -123,6 +123,7 @@ class LanguageModel:
     """A model directory, ready to complete text.
 
     Attributes:
+        directory: The directory.
         config: Its configuration.
         generation_config: Its `generation_config.json`, empty if there is none.
         tokenizer: Its tokenizer.
@@ -144,6 +145,7 @@ class LanguageModel:
             CheckpointError: Something is missing, damaged or does not fit together.
             UnsupportedModelError: Architecture or weight format is not covered.
         """
+        self.directory = directory
         raw = read_json(directory / "config.json")
         self.config = ModelConfig.from_dict(raw, origin=str(directory / "config.json"))
         _check_quantization(raw, directory)
@@ -180,20 +182,29 @@ class LanguageModel:
             )
         return asked or limit
 
-    def prompt_ids(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:
+    def prompt_ids(
+        self, prompt: str | SequenceOf[Message], *, system: str | None = None, raw: bool = False
+    ) -> list[int]:
         """Tokens of a prompt, in the model's chat template if it has one.
 
         Args:
-            prompt: A user's message, or with `raw` the text to continue.
-            system: A system message; needs a chat template.
+            prompt: A user's message, or with `raw` the text to continue; or the messages of a
+                conversation, each with `role` and `content`, which need a chat template.
+            system: A system message in front of them; needs a chat template.
             raw: Leave the template out.
 
         Raises:
-            PromptError: Nothing to run: no text, and no beginning-of-sequence token either.
+            PromptError: Nothing to run: no text, and no beginning-of-sequence token either; or
+                messages that the template does not take.
         """
         if self.chat_template is not None and not raw:
-            messages = [{"role": "system", "content": system}] if system is not None else []
-            messages.append({"role": "user", "content": prompt})
+            messages: list[Message] = []
+            if system is not None:
+                messages.append({"role": "system", "content": system})
+            if isinstance(prompt, str):
+                messages.append({"role": "user", "content": prompt})
+            else:
+                messages.extend(prompt)
             ids = self.chat_template.render_ids(self.tokenizer, messages)
             if not ids:
                 raise PromptError(
@@ -201,8 +212,17 @@ class LanguageModel:
                     hint="Complete the text without the chat template: --raw.",
                 )
             return ids
+        return self._text_ids(prompt, system, "with --raw" if raw else "without a chat template")
+
+    def _text_ids(
+        self, prompt: str | SequenceOf[Message], system: str | None, why: str
+    ) -> list[int]:
+        """Tokens of a text that goes without a chat template; `why` it does, for messages."""
+        if not isinstance(prompt, str):
+            raise PromptError(
+                f"messages have no place {why}", hint="Give one text to continue instead."
+            )
         if system is not None:
-            why = "with --raw" if raw else "without a chat template"
             raise PromptError(
                 f"a system prompt has no place {why}", hint="Put it in front of the prompt."
             )

@@ -149,6 +149,25 @@ class TestPrompt:
             model.prompt_ids("hi", system="Be kind.", raw=raw)
         assert caught.value.hint
 
+    def test_of_messages_is_what_the_template_makes_of_all_of_them(self, directory):
+        write_tokenizer(directory, chat=True)
+        model = LanguageModel(directory, device="cpu")
+        system = {"role": "system", "content": "Be kind."}
+        user = {"role": "user", "content": "hi"}
+        assert model.prompt_ids([user]) == model.prompt_ids("hi")
+        alone = model.prompt_ids("hi", system="Be kind.")
+        assert model.prompt_ids([system, user]) == alone
+        assert model.prompt_ids([user], system="Be kind.") == alone
+        longer = model.prompt_ids([user, {"role": "assistant", "content": "yes"}, user])
+        assert len(longer) > len(alone)
+
+    @pytest.mark.parametrize(("chat", "raw"), [(False, False), (True, True)])
+    def test_of_messages_needs_a_template(self, directory, chat, raw):
+        write_tokenizer(directory, chat=chat)
+        model = LanguageModel(directory, device="cpu")
+        with pytest.raises(PromptError, match="messages have no place"):
+            model.prompt_ids([{"role": "user", "content": "hi"}], raw=raw)
+
     def test_that_is_empty_is_the_bos(self, directory):
         write_tokenizer(directory, bos=True)
         assert LanguageModel(directory, device="cpu").prompt_ids("") == [BOS]

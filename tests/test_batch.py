@@ -1,19 +1,25 @@
 """Files of prompts: a record for every line, in order, whatever the line."""
 
+import gzip
 import json
+import os
+import re
 import shutil
+import signal
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from qinfer.engine.engine import Engine
-from qinfer_cli import batch
+from qinfer_cli.batch.output import FileOutput
+from qinfer_cli.batch.parse import Parser
 from qinfer_cli.main import cli
 from tests.test_generation import write_tokenizer
 
 OPTIONS = ("--temperature", "0", "-n", "6", "-q")
-SUCCESS = {"id", "text", "finish_reason", "prompt_tokens", "completion_tokens"}
+SUCCESS = {"id", "index", "text", "finish_reason", "prompt_tokens", "completion_tokens", "seed"}
+SAME = ("text", "finish_reason", "prompt_tokens", "completion_tokens")
 TOO_LONG = "x" * 300
 
 
@@ -75,7 +81,7 @@ def test_txt_is_a_prompt_a_line_and_empty_lines_are_skipped(answer, model, end, 
     for record, prompt in zip(records, ["one", "two the", "naïve 👍", " four "], strict=True):
         assert record.keys() == SUCCESS
         alone = single(model, prompt)
-        assert {k: alone[k] for k in SUCCESS - {"id"}} == {k: record[k] for k in SUCCESS - {"id"}}
+        assert [alone[k] for k in SAME] == [record[k] for k in SAME]
 
 
 def test_jsonl_answers_with_the_ids_given(answer, model):
@@ -83,12 +89,11 @@ def test_jsonl_answers_with_the_ids_given(answer, model):
         {"id": "first", "prompt": "one"},
         {"prompt": "two\nlines"},
         {"id": 7, "prompt": "three"},
-        {"prompt": "four", "id": ["any", {"json": None}]},
-        {"id": None, "prompt": "five"},
-        {"id": "first", "prompt": "one"},
+        {"id": None, "prompt": "four"},
+        {"id": "7", "prompt": "five"},
     ]
     records = answer(lines(*requests), ".jsonl")
-    assert [r["id"] for r in records] == ["first", 2, 7, ["any", {"json": None}], None, "first"]
+    assert [r["id"] for r in records] == ["first", 2, 7, 4, "7"]
     for record, request in zip(records, requests, strict=True):
         assert record["text"] == single(model, request["prompt"])["text"]
 
@@ -108,7 +113,7 @@ BAD_LINES = {
     "an array": (b'["prompt"]', "PromptError", '"prompt"'),
     "no prompt": (b'{"id": "bad"}', "PromptError", '"prompt"'),
     "a number as prompt": (b'{"id": "bad", "prompt": 3}', "PromptError", '"prompt"'),
-    "unknown field": (b'{"id": "bad", "prompt": "x", "topk": 3}', "PromptError", "'topk'"),
+    "unknown field": (b'{"id": "bad", "prompt": "x", "topk": 3}', "PromptError", '"topk"'),
     "not UTF-8": (b'{"id": "bad", "prompt": "\xff"}', "PromptError", "not UTF-8"),
     "lone surrogate": (b'{"id": "bad", "prompt": "a\\ud83d"}', "PromptError", "Unicode"),
     "empty prompt": (b'{"id": "bad", "prompt": ""}', "PromptError", "empty"),
@@ -121,9 +126,10 @@ def test_a_bad_line_becomes_an_error_record_and_the_others_are_answered(answer, 
     line, kind, message = BAD_LINES[bad]
     good = lines({"prompt": "one"})
     first, error, last = answer(good + line + b"\n" + good, ".jsonl", code=3)
-    assert error.keys() == {"id", "error"}
+    assert error.keys() == {"id", "index", "error"}
     assert error["id"] in ("bad", 2)
-    assert error["error"].keys() == {"type", "message"}
+    assert error["error"].keys() == {"type", "message", "line"}
+    assert error["error"]["line"] == 2
     assert error["error"]["type"] == kind
     assert message in error["error"]["message"]
     assert first["text"] == last["text"]
@@ -164,7 +170,7 @@ def test_a_model_that_breaks_down_makes_error_records(answer, monkeypatch):
     )
     (record,) = answer(b"one\n", ".txt", code=3)
     assert record["error"]["type"] == "NumericsError"
-    assert record.keys() == {"id", "error"}
+    assert record.keys() == {"id", "index", "error"}
 
 
 def test_stop_and_system_prompt_apply_to_every_line(answer, model, tmp_path):
@@ -185,9 +191,93 @@ def test_a_long_prompt_is_cut_where_that_was_asked_for(answer):
     assert record["prompt_tokens"] == 250
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n\t\n"])
-def test_nothing_to_answer_is_an_empty_result(answer, content):
-    assert answer(content, ".txt") == []
+def test_nothing_to_answer_is_an_empty_result(answer):
+    assert answer(b"\n \n\t\n", ".txt") == []
+
+
+def test_messages_are_answered_as_the_same_prompt_is(answer, model, tmp_path):
+    chat = tmp_path / "chat"
+    shutil.copytree(model, chat)
+    write_tokenizer(chat, chat=True)
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "one"}]
+    body = {"messages": messages, "max_tokens": 6}
+    content = lines(
+        {"messages": messages},
+        {"prompt": "one", "system": "Be kind."},
+        {"custom_id": "c", "url": "/v1/chat/completions", "body": body},
+        {"custom_id": "d", "url": "/v1/completions", "body": {"prompt": "one"}},
+    )
+    first, second, third, fourth = answer(content, ".jsonl", directory=chat)
+    alone = single(chat, "one", "--system-prompt", "Be kind.")
+    assert first["text"] == second["text"] == alone["text"]
+    (choice,) = third["response"]["body"]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": alone["text"]}
+    (choice,) = fourth["response"]["body"]["choices"]
+    assert choice["text"] == single(chat, "one", "--raw")["text"]
+
+
+def test_messages_without_a_chat_template_are_an_error_record(answer):
+    content = lines({"messages": [{"role": "user", "content": "one"}]})
+    (record,) = answer(content, ".jsonl", code=3)
+    assert "messages have no place without a chat template" in record["error"]["message"]
+
+
+def test_choices_are_drawn_with_seeds_that_follow_each_other(answer, model):
+    sampled = ("--temperature", "1.5")
+    records = answer(lines({"prompt": "one", "n": 3, "seed": 5}), ".jsonl", *sampled)
+    assert [(r["index"], r["seed"]) for r in records] == [(0, 5), (1, 6), (2, 7)]
+    for record in records:
+        assert record["text"] == single(model, "one", *sampled, "--seed", record["seed"])["text"]
+    records = answer(lines({"prompt": "one", "n": 2}), ".jsonl", *sampled, "--force")
+    assert records[1]["seed"] == (records[0]["seed"] + 1) % 2**32
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_pipes_and_gzip(model, tmp_path, suffix):
+    content = lines({"id": "a", "prompt": "one"})
+    result = CliRunner().invoke(
+        cli, ["generate", str(model), "-i", "-", "-o", "-", *OPTIONS], input=content
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    expected = json.loads(result.stdout)["text"]
+    source, out = tmp_path / f"in.jsonl{suffix}", tmp_path / f"out.jsonl{suffix}"
+    source.write_bytes(gzip.compress(content) if suffix else content)
+    invoke(model, "-i", source, "-o", out, *OPTIONS)
+    data = out.read_bytes()
+    assert json.loads(gzip.decompress(data) if suffix else data)["text"] == expected
+
+
+def test_totals_go_to_stderr_and_as_json_to_stdout(model, tmp_path):
+    source = tmp_path / "in.txt"
+    source.write_text("one\ntwo\n")
+    options = ("--temperature", "0", "-n", "6")
+    result = invoke(model, "-i", source, "-o", tmp_path / "a.jsonl", *options)
+    assert result.stdout == ""
+    assert re.fullmatch(
+        r"2 answered, 0 failed: \d+ prompt tokens, 12 new in .* s "
+        r"\([\d.]+ tok/s prompt, [\d.]+ tok/s output\)\n",
+        result.stderr,
+    )
+    result = invoke(model, "-i", source, "-o", tmp_path / "b.jsonl", *options, "--json")
+    totals = json.loads(result.stdout)
+    assert (totals["answered"], totals["completion_tokens"]) == (2, 12)
+    assert totals["prompt_tokens_per_s"] > 0
+    assert result.stderr == ""
+    result = invoke(model, "-i", source, "-o", "-", *options, "--json")
+    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == [1, 2]
+    assert json.loads(result.stderr).keys() == totals.keys()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--resume", "-p", "hi"),
+        ("--force", "-p", "hi"),
+        ("-i", "in.txt", "-o", "out.jsonl", "--retry-errors"),
+    ],
+)
+def test_options_of_batches_want_a_batch(model, arguments):
+    assert "Error: --re" in invoke(model, *arguments, code=2).stderr
 
 
 def test_an_existing_output_is_refused_and_stays(model, tmp_path):
@@ -206,6 +296,8 @@ def test_an_existing_output_is_refused_and_stays(model, tmp_path):
         ("in", "prompts come as .txt"),
         ("missing.txt", "cannot be read: No such file"),
         ("directory.txt", "cannot be read: Is a directory"),
+        ("empty.txt", "is empty"),
+        ("binary.txt", "is not UTF-8 text"),
     ],
 )
 def test_an_input_that_cannot_be_read_is_an_error_and_leaves_no_output(
@@ -214,6 +306,8 @@ def test_an_input_that_cannot_be_read_is_an_error_and_leaves_no_output(
     (tmp_path / "in.csv").write_text("one\n")
     (tmp_path / "in").write_text("one\n")
     (tmp_path / "directory.txt").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
     out = tmp_path / "out.jsonl"
     result = invoke(model, "-i", tmp_path / name, "-o", out, *OPTIONS, code=1)
     assert result.stderr.startswith("Error: ")
@@ -260,7 +354,7 @@ def test_a_mistake_of_ours_is_not_hidden_in_a_record(model, tmp_path, monkeypatc
         raise KeyError("a bug")
 
     (tmp_path / "in.txt").write_text("one\n")
-    monkeypatch.setattr(batch, "_parse", mistaken)
+    monkeypatch.setattr(Parser, "__call__", mistaken)
     with pytest.raises(KeyError, match="a bug"):
         invoke(model, "-i", tmp_path / "in.txt", "-o", tmp_path / "out.jsonl", *OPTIONS)
 
@@ -268,14 +362,40 @@ def test_a_mistake_of_ours_is_not_hidden_in_a_record(model, tmp_path, monkeypatc
 def test_what_was_answered_stays_when_it_is_interrupted(model, tmp_path, monkeypatch):
     source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("one\ntwo\nthree\n")
-    answer = batch._answer
+    start = Engine.start
+    calls = []
 
-    def interrupted(model, options, params, number, line):
-        if number == 3:
-            raise KeyboardInterrupt
-        return answer(model, options, params, number, line)
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return start(*arguments)
 
-    monkeypatch.setattr(batch, "_answer", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Engine, "start", interrupted)
     result = invoke(model, "-i", source, "-o", out, *OPTIONS, code=130)
-    assert result.stderr == "Interrupted.\n"
+    assert signal.getsignal(signal.SIGINT) is before
+    command = f"qinfer generate {model} --temperature 0.0 --max-tokens 6 --quiet"
+    assert result.stderr.startswith("Interrupted; 2 records are written.\nContinue: qinfer ")
+    words = result.stderr.split("Continue: ")[1].split()
+    assert sorted(words) == sorted(
+        f"{command} --input-file {source} --output-file {out} --resume".split()
+    )
     assert [r["id"] for r in read_records(out)] == [1, 2]
+    invoke(*words[2:])
+    assert [r["id"] for r in read_records(out)] == [1, 2, 3]
+
+
+def test_an_interrupt_waits_for_a_record_to_be_written(model, tmp_path, monkeypatch):
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl.gz"
+    source.write_text("one\ntwo\n")
+    pack = FileOutput._packed
+
+    def interrupted(self, line):
+        os.kill(os.getpid(), signal.SIGINT)
+        return pack(self, line)
+
+    monkeypatch.setattr(FileOutput, "_packed", interrupted)
+    result = invoke(model, "-i", source, "-o", out, *OPTIONS, code=130)
+    assert result.stderr.startswith("Interrupted; 1 records are written.")
+    assert json.loads(gzip.decompress(out.read_bytes()))["id"] == 1

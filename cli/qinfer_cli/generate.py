@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from qinfer_cli.options import (
 if TYPE_CHECKING:
     from qinfer.generation import Completion, LanguageModel
 
+_STARTING = ("resume", "retry_errors", "force")  # options about how a batch starts
+
 
 @click.command()
 @click.argument("model")
@@ -37,14 +40,23 @@ if TYPE_CHECKING:
 @click.option(
     "-i",
     "--input-file",
-    type=click.Path(path_type=Path),
-    help="Many prompts: .txt (one a line) or .jsonl (prompt, id?). Needs -o.",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Many prompts: .txt (one a line) or .jsonl, also with .gz; - is stdin. Needs -o.",
 )
 @click.option(
     "-o",
     "--output-file",
-    type=click.Path(path_type=Path),
-    help="Where -i's results go, one JSON object a line.",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Where -i's results go, one JSON object a line; .gz compresses, - is stdout.",
+)
+@click.option("--resume", is_flag=True, help="Continue -o: answer what has no result in it.")
+@click.option(
+    "--retry-errors", is_flag=True, help="With --resume, answer again what failed before."
+)
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace what -o holds; with --resume, continue although input or settings changed.",
 )
 @click.option("--system-prompt", help="System message, for models with a chat template.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
@@ -85,17 +97,18 @@ def generate(**options: Any) -> None:
     qinfer generate smol-int4 -i prompts.txt -o answers.jsonl
     """
     prompt = _prompt(options)
+    _check_batch_options(options, is_batch=prompt is None)
     if options["stop"] and "" in options["stop"]:
         raise click.UsageError("--stop must not be empty.")
     model = _load(options)
     if prompt is None:
-        from qinfer_cli.batch import run_batch
+        from qinfer_cli.batch.run import run_batch
 
-        run_batch(model, options)
+        run_batch(model, options, resume_command=_resume_command(click.get_current_context()))
         return
     ids = model.prompt_ids(prompt, system=options["system_prompt"], raw=options["raw"])
     completion = model.complete(
-        fit_prompt(ids, model, options),
+        fit_prompt(ids, model, options, max_tokens=options["max_tokens"]),
         merged_params(options, model),
         max_tokens=options["max_tokens"],
         stop=options["stop"],
@@ -125,6 +138,13 @@ def _prompt(options: dict[str, Any]) -> str | None:
     if not given and not text:
         raise click.UsageError("Give a prompt: an argument, -p, -f FILE, or - for stdin.")
     return text
+
+
+def _check_batch_options(options: dict[str, Any], *, is_batch: bool) -> None:
+    if not is_batch and any(options[name] for name in _STARTING):
+        raise click.UsageError("--resume, --retry-errors and --force go with -i and -o.")
+    if options["retry_errors"] and not options["resume"]:
+        raise click.UsageError("--retry-errors goes with --resume.")
 
 
 def _read(path: Path) -> bytes:
@@ -166,17 +186,36 @@ def merged_params(options: dict[str, Any], model: LanguageModel) -> SamplingPara
     return resolve_params(options["sampling"], options["preset"], model.generation_config)
 
 
-def fit_prompt(ids: list[int], model: LanguageModel, options: dict[str, Any]) -> list[int]:
-    """Cut a prompt on the left to what the context leaves beside `--max-tokens`, if asked to."""
+def fit_prompt(
+    ids: list[int], model: LanguageModel, options: dict[str, Any], *, max_tokens: int
+) -> list[int]:
+    """Cut a prompt on the left to what the context leaves beside `max_tokens`, if asked to."""
     if options["truncate_prompt"] is None:
         return ids
     context = model.engine.context_tokens
-    room = max(context - options["max_tokens"], context // 2, 1)
+    room = max(context - max_tokens, context // 2, 1)
     if len(ids) <= room or len(ids) < context:
         return ids
     if not options["quiet"]:
         click.echo(f"Warning: cut {len(ids) - room:,} tokens off the prompt's start.", err=True)
     return ids[-room:]
+
+
+def _resume_command(context: click.Context) -> str:
+    """The command line of this call, for a shell, made to continue it."""
+    words = [*context.command_path.split(), str(context.params["model"])]
+    for option in context.command.params:
+        name = option.name or ""
+        given = context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+        if not isinstance(option, click.Option) or not given or name in _STARTING:
+            continue
+        flag, value = max(option.opts, key=len), context.params[name]
+        if option.is_flag:
+            words.append(flag)
+            continue
+        for item in value if option.multiple else [value]:
+            words += [flag, str(item)]
+    return shlex.join([*words, "--resume"])
 
 
 def _show(completion: Completion, options: dict[str, Any]) -> None:

@@ -376,7 +376,7 @@ def test_what_was_answered_stays_when_it_is_interrupted(model, tmp_path, monkeyp
     result = invoke(model, "-i", source, "-o", out, *OPTIONS, code=130)
     assert signal.getsignal(signal.SIGINT) is before
     command = f"qinfer generate {model} --temperature 0.0 --max-tokens 6 --quiet"
-    assert result.stderr.startswith("Interrupted; 2 records are written.\nContinue: qinfer ")
+    assert result.stderr.startswith("Interrupted; 2 records written.\nContinue: qinfer ")
     words = result.stderr.split("Continue: ")[1].split()
     assert sorted(words) == sorted(
         f"{command} --input-file {source} --output-file {out} --resume".split()
@@ -397,5 +397,5 @@ def test_an_interrupt_waits_for_a_record_to_be_written(model, tmp_path, monkeypa
 
     monkeypatch.setattr(FileOutput, "_packed", interrupted)
     result = invoke(model, "-i", source, "-o", out, *OPTIONS, code=130)
-    assert result.stderr.startswith("Interrupted; 1 records are written.")
+    assert result.stderr.startswith("Interrupted; 1 record written.")
     assert json.loads(gzip.decompress(out.read_bytes()))["id"] == 1

@@ -79,7 +79,7 @@ def test_an_interrupted_batch_prints_the_command_that_completes_it(model, tmp_pa
     done = len(records(out.read_bytes()))
     assert 0 < done < 80
     match = re.fullmatch(
-        rf"Interrupted; {done} records are written\.\nContinue: (.* generate .*)\n", stderr
+        rf"Interrupted; {done} records? written\.\nContinue: (.* generate .*)\n", stderr
     )
     assert match, stderr
     words = shlex.split(match[1])

@@ -55,7 +55,7 @@ def run_batch(model: LanguageModel, options: dict[str, Any], *, resume_command: 
             raise click.exceptions.Exit(interrupts.exit_code) from None
         except OutputError as error:
             raise QInferError(
-                f"{error}; {batch.written} are written and stay",
+                f"{error}; {batch.written} written before",
                 hint=f"Make room, then continue: {command}" if command else None,
             ) from None
     batch.totals.show(
@@ -70,7 +70,7 @@ def run_batch(model: LanguageModel, options: dict[str, Any], *, resume_command: 
 
 
 def _say_interrupted(batch: _Batch, command: str | None) -> None:
-    click.echo(f"Interrupted; {batch.written} are written.", err=True)
+    click.echo(f"Interrupted; {batch.written} written.", err=True)
     if command is not None:
         again = " with the same input" if batch.source.fd is None else ""
         click.echo(f"Continue{again}: {command}", err=True)
@@ -104,7 +104,7 @@ class _Batch:
         """How many records the output has, in words."""
         totals = self.totals
         count = totals.answered + totals.failed + totals.kept_results + totals.kept_errors
-        return f"{count:,} records"
+        return f"{count:,} record{'' if count == 1 else 's'}"
 
     def run(self) -> None:
         """Answer what is not answered."""

@@ -19,6 +19,7 @@ from qinfer.errors import CheckpointError, UnsupportedModelError
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("bfloat16", "float16", "float32")
+_MAX_LAYERS = 10_000
 _MAX_NUMBER = 1e38  # within fp32
 _DAMAGED = "The file is damaged; download or convert it again."
 
@@ -118,9 +119,10 @@ class _Fields:
         self.origin = origin
 
     def error(self, key: str, expected: str) -> CheckpointError:
-        found = self.raw.get(key)
+        found = json.dumps(self.raw.get(key), default=str)
+        found = found if len(found) <= 80 else f"{found[:80]}…"
         return CheckpointError(
-            f"{self.origin}: {key} must be {expected}, found {json.dumps(found, default=str)}",
+            f"{self.origin}: {key} must be {expected}, found {found}",
             hint="The file is incomplete or damaged; download it again.",
         )
 
@@ -163,6 +165,12 @@ class _Fields:
             raise self.error(key, "a token id or a list of them")
         return tuple(v for v in values if v >= 0)
 
+    def layers(self, key: str, default: int | None = None) -> int:
+        count = self.integer(key, default)
+        if count > _MAX_LAYERS:
+            raise self.error(key, f"at most {_MAX_LAYERS:,}")
+        return count
+
     def dtype(self) -> str:
         value = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
         value = str(value).removeprefix("torch.")
@@ -201,7 +209,7 @@ def _rotary_decoder(
         head_dim = f.integer("head_dim")
     if head_dim is None and hidden % heads:
         raise f.error("hidden_size", f"a multiple of num_attention_heads = {heads}")
-    layers = f.integer("num_hidden_layers")
+    layers = f.layers("num_hidden_layers")
     return _common(f, bos_id, eos_id) | {
         "hidden_size": hidden,
         "intermediate_size": f.integer("intermediate_size"),
@@ -292,8 +300,11 @@ def _gpt2(f: _Fields) -> dict[str, Any]:
                 f"{f.origin}: {key} is not supported", hint="Plain GPT-2 attention is."
             )
     if not f.flag("scale_attn_weights", True):
-        raise UnsupportedModelError(f"{f.origin}: scale_attn_weights false is not supported")
-    layers = f.integer("n_layer", 12)
+        raise UnsupportedModelError(
+            f"{f.origin}: scale_attn_weights false is not supported",
+            hint="Plain GPT-2 attention is.",
+        )
+    layers = f.layers("n_layer", 12)
     return _common(f, 50256, 50256) | {
         "hidden_size": hidden,
         "intermediate_size": f.integer("n_inner", 4 * hidden),
@@ -357,10 +368,24 @@ def _rope(f: _Fields) -> RopeConfig:
             scaling.number(key, 1.0)
     partial = parameters.get("partial_rotary_factor") or f.raw.get("partial_rotary_factor")
     if partial is not None and partial != 1.0:
-        raise UnsupportedModelError(f"{f.origin}: partial rotary embedding is not supported")
+        raise UnsupportedModelError(
+            f"{f.origin}: partial rotary embedding is not supported",
+            hint="Only models that rotate whole heads are.",
+        )
     parameters.pop("rope_theta", None)
     base = scaling.number("rope_theta", 10000.0)
+    if kind == "yarn" and base <= 1:
+        raise scaling.error("rope_theta", "more than 1")
     return RopeConfig(theta=base, kind=kind, parameters=parameters)
+
+
+def token_ids(raw: Mapping[str, Any], key: str, *, origin: str) -> tuple[int, ...]:
+    """Read a token id, or a list of them, from a parsed file; empty where the key is absent.
+
+    Raises:
+        CheckpointError: Something else is there.
+    """
+    return _Fields(raw, origin).token_ids(key)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from qinfer.checkpoint.chat import ChatTemplate, Message
 from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.checkpoint.streaming import TextStream
 from qinfer.checkpoint.tokenizer import Tokenizer
-from qinfer.config import ModelConfig, read_json
+from qinfer.config import ModelConfig, read_json, token_ids
 from qinfer.engine.engine import Engine
 from qinfer.engine.sequence import FinishReason
 from qinfer.errors import CheckpointError, PromptError, QInferError, UnsupportedModelError
@@ -168,10 +168,11 @@ class LanguageModel:
 
     def _stop_ids(self) -> set[int]:
         """The union of what generation config, model config and tokenizer call the end."""
-        declared = self.generation_config.get("eos_token_id")
-        ids = declared if isinstance(declared, list) else [declared]
-        found = {i for i in (*ids, self.tokenizer.eos_token_id) if isinstance(i, int) and i >= 0}
-        return found | set(self.config.eos_token_ids)
+        origin = "generation_config.json"
+        declared = token_ids(self.generation_config, "eos_token_id", origin=origin)
+        of_tokenizer = self.tokenizer.eos_token_id
+        found = {*declared, *self.config.eos_token_ids}
+        return found if of_tokenizer is None else found | {of_tokenizer}
 
     def _context(self, asked: int | None) -> int:
         limit = self.config.max_position_embeddings
@@ -263,7 +264,8 @@ class LanguageModel:
 
 
 def _check_quantization(raw: Mapping[str, Any], directory: Path) -> None:
-    method = (raw.get("quantization_config") or {}).get("quant_method")
+    declared = raw.get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, dict) else declared
     if method is not None and method not in _READABLE_METHODS:
         raise UnsupportedModelError(
             f"{directory} is quantized with {method}, which is not supported",

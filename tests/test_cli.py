@@ -480,7 +480,7 @@ def only_pickle(directory):
 def unfinished(directory):
     for path in directory.iterdir():
         path.unlink()
-    (directory / "progress.json").write_text('{"identity": "x", "shards": {}}')
+    (directory / "qinfer-progress.json").write_text('{"identity": "x", "shards": {}}')
 
 
 BROKEN = {
@@ -727,7 +727,7 @@ class TestConvert:
         finished = (out / "model.safetensors").read_bytes()
         shutil.rmtree(out)
         (tmp_path / "out.part").mkdir()
-        (tmp_path / "out.part" / "progress.json").write_text('{"identity": "another"')
+        (tmp_path / "out.part" / "qinfer-progress.json").write_text('{"identity": "another"')
         run("convert", model, out, "-q")
         assert (out / "model.safetensors").read_bytes() == finished
         assert [p.name for p in tmp_path.iterdir()] == ["out"]

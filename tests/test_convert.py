@@ -178,7 +178,7 @@ def test_every_file_is_flushed_before_it_is_renamed(source, out, monkeypatch):
         written = events.index(("fsync", part / f"{name}.part"))
         assert written < renamed[name]
         assert ("fsync", part) in events[renamed[name] : renamed["out"]]
-    records = [i for i, event in enumerate(events) if event[-1] == part / "progress.json"]
+    records = [i for i, event in enumerate(events) if event[-1] == part / "qinfer-progress.json"]
     for name in plan.shard_names():  # is on the disk before a record says so
         recorded = min(i for i in records if i > renamed[name])
         assert ("fsync", part) in events[renamed[name] : recorded]
@@ -403,7 +403,7 @@ def test_leftovers_of_an_interruption_do_not_reach_the_model(source, out, tmp_pa
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"identity": 1, "shards": []}'])
 def test_a_torn_progress_file_starts_over(content, source, out, tmp_path):
     interrupted(source, out, 2)
-    (part_of(out) / "progress.json").write_bytes(content)
+    (part_of(out) / "qinfer-progress.json").write_bytes(content)
     run(source, out)
     run(source, tmp_path / "reference")
     assert contents(out) == contents(tmp_path / "reference")
@@ -417,14 +417,14 @@ def test_a_finished_shard_that_is_gone_is_written_again(source, out, tmp_path):
     assert contents(out) == contents(tmp_path / "reference")
 
 
-@pytest.mark.parametrize("leftovers", [[], ["progress.json.part"]])
+@pytest.mark.parametrize("leftovers", [[], ["qinfer-progress.json.part"]])
 def test_a_part_directory_from_before_the_first_record_is_used(leftovers, source, out):
     part_of(out).mkdir()
     for name in leftovers:
         (part_of(out) / name).write_bytes(b"{")
     run(source, out)
     assert RECORD_NAME in contents(out)
-    assert not set(contents(out)) & {"progress.json", *leftovers}
+    assert not set(contents(out)) & {"qinfer-progress.json", *leftovers}
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "model"])
@@ -441,7 +441,10 @@ def test_a_part_that_is_not_ours_is_refused_and_left_alone(kind, source, out):
     with pytest.raises(QInferError) as caught:
         run(source, out)
     assert type(caught.value) is CheckpointError
-    assert str(caught.value) == f"{part} is in the way and is not an unfinished conversion"
+    reason = "exists and is not a directory"
+    if kind != "file":
+        reason = "is in the way and is not an unfinished conversion"
+    assert str(caught.value) == f"{part} {reason}"
     assert "Move it away" in caught.value.hint
     assert (part.read_bytes() if kind == "file" else contents(part)) == before
     assert not out.exists()
@@ -524,7 +527,7 @@ def kill_at_every_moment(first, *, replace):
         kept = [out, *work.glob("out.old-*/out")]
         if replace and not any(p.exists() and is_whole(p) for p in kept):
             wrong.append([at, "the old model is lost"])
-        if not out.exists() or (out / "progress.json").exists():
+        if not out.exists() or (out / "qinfer-progress.json").exists():
             check_output(out, force=False)  # the same command goes on
         run(out)
         if contents(out) != reference:
@@ -605,7 +608,7 @@ def test_a_converted_model_needs_force(source, out):
 def test_a_model_whose_publishing_was_interrupted_needs_no_force(source, out, tmp_path):
     run(source, tmp_path / "reference")
     shutil.copytree(tmp_path / "reference", out)
-    (out / "progress.json").write_text("{}")
+    (out / "qinfer-progress.json").write_text("{}")
     check_output(out, force=False)
     run(source, out)
     assert contents(out) == contents(tmp_path / "reference")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from qinfer.errors import QInferError
 from qinfer.quant.spec import GROUP_SIZES, SCHEMES
 from qinfer_cli.options import quiet_option
 
@@ -49,14 +50,17 @@ def convert(
     qinfer convert Qwen/Qwen2.5-0.5B-Instruct qwen-int8 --scheme int8
     qinfer convert model.Q8_0.gguf model-nf4 --scheme nf4 --dry-run
     """
+    import numpy  # noqa: F401  (loaded by torch, it would swallow a Ctrl-C)
     from tqdm import tqdm
 
     from qinfer_converters import convert as streaming
     from qinfer_converters.opening import open_source
     from qinfer_converters.plan import make_plan, summary
 
+    out = out.absolute()
     if not dry_run:
         streaming.check_output(out, force=force)
+        _check_apart(Path(source), out)
     opened = open_source(source, progress=not quiet)
     plan = make_plan(opened, scheme, int(group_size) if group_size else None)
     if dry_run or not quiet:
@@ -80,3 +84,13 @@ def convert(
             f'qinfer generate {out} "Hello!"',
             err=True,
         )
+
+
+def _check_apart(source: Path, out: Path) -> None:
+    """Refuse an output whose replacement would take the source or the shell's directory along."""
+    place = out.resolve()
+    for what, path in (("SOURCE", source.resolve()), ("the current directory", Path.cwd())):
+        if place == path or place in path.parents:
+            raise QInferError(
+                f"{out} is or contains {what}", hint="Name a directory of its own for the output."
+            )

@@ -172,6 +172,7 @@ def _load(options: dict[str, Any]) -> LanguageModel:
     # torch's threads sleep between two of its operations instead of spinning on the cores that the
     # compiled kernels' own threads need; OpenMP reads this once, when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import numpy  # noqa: F401  (loaded by torch, it would swallow a Ctrl-C)
     import torch  # only now: an error in the arguments shows at once
 
     from qinfer.generation import LanguageModel

@@ -2,7 +2,7 @@
 
 All is written to `OUT.part`; the finished directory is renamed to `OUT`. So `OUT` is a complete
 model or does not exist, and what an interruption leaves behind says by its name that it is not
-one. `OUT.part/progress.json` lists the shards that are finished (written as `.part`, fsynced,
+one. `qinfer-progress.json` in it lists the shards that are finished (written as `.part`, fsynced,
 renamed) and what they were made from; the same conversion goes on behind them. It marks the
 directory as ours, so it goes last, after the renaming.
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import qinfer
-from qinfer.checkpoint.opening import PROGRESS_NAME, RECORD_NAME
+from qinfer.checkpoint.opening import PROGRESS_NAME, RECORD_NAME, existing_path
 from qinfer.checkpoint.safetensors import INDEX_NAME, ShardWriter
 from qinfer.config import read_json
 from qinfer.errors import CheckpointError
@@ -44,19 +44,28 @@ def check_output(out: Path, *, force: bool) -> None:
     """Refuse an output that would overwrite something.
 
     Raises:
-        CheckpointError: `out` is a model and `force` is not set, or is something else.
+        CheckpointError: `out` is a model and `force` is not set, or is something else, or cannot
+            be a directory's name.
     """
-    if not out.exists() and not out.is_symlink():
-        return
-    if not out.is_dir() or out.is_symlink():
-        raise CheckpointError(f"{out} exists and is not a directory", hint="Name another output.")
-    if not any(out.iterdir()):
+    for path in (out, _part_directory(out)):
+        if path.is_symlink() or (existing_path(str(path)) is not None and not path.is_dir()):
+            raise CheckpointError(
+                f"{path} exists and is not a directory", hint="Move it away or name another output."
+            )
+    if not out.exists() or not any(out.iterdir()):
         return
     if not (out / RECORD_NAME).is_file():
         raise CheckpointError(
             f"{out} is not empty and was not written by qinfer",
             hint="Name a directory that does not exist yet; qinfer will not replace this one.",
         )
+    known = {RECORD_NAME, PROGRESS_NAME, *read_json(out / RECORD_NAME).get("sha256", ())}
+    for path in out.rglob("*"):
+        if path.is_file() and path.relative_to(out).as_posix() not in known:
+            raise CheckpointError(
+                f"{path} was not written by qinfer, and replacing the model would remove it",
+                hint="Move it away or name another output.",
+            )
     if not force and not (out / PROGRESS_NAME).is_file():  # if so, all but its last step was done
         raise CheckpointError(
             f"{out} already holds a converted model", hint="Use --force to replace it."
@@ -167,10 +176,18 @@ def _finished_shards(part: Path, identity: str) -> dict[str, str]:
     if state.get("identity") == identity and isinstance(shards, dict):
         return {n: digest for n, digest in shards.items() if (part / n).is_file()}
     _record_progress(part, identity, {})
-    for path in part.iterdir():
-        if path.name != PROGRESS_NAME:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _clear(part, keep={PROGRESS_NAME})
     return {}
+
+
+def _clear(directory: Path, keep: set[str]) -> None:
+    for path in directory.iterdir():
+        if path.name in keep:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _is_unfinished(part: Path) -> bool:
@@ -287,9 +304,7 @@ def _constants(tensor: TensorPlan, fmt: Affine | NF4) -> Iterator[tuple[str, int
 
 def _finish(source: Source, plan: Plan, part: Path, digests: dict[str, str]) -> None:
     """Write all but the weights; the record comes last."""
-    for path in part.iterdir():  # left by an attempt that was interrupted here
-        if path.name not in digests and path.name != PROGRESS_NAME:
-            path.unlink()
+    _clear(part, keep={*digests, PROGRESS_NAME})  # an attempt may have been interrupted here
     names = plan.shard_names()
     if len(names) > 1:
         weight_map = {
@@ -306,8 +321,8 @@ def _finish(source: Source, plan: Plan, part: Path, digests: dict[str, str]) -> 
     if source.generation_config:
         _write_json(part / "generation_config.json", source.generation_config)
     _write_json(part / "config.json", plan.config)
-    known = {*digests, PROGRESS_NAME}
-    others = {p.name: _sha256(p) for p in sorted(part.iterdir()) if p.name not in known}
+    written = {p.relative_to(part).as_posix(): p for p in part.rglob("*") if p.is_file()}
+    others = {n: _sha256(p) for n, p in written.items() if n not in {*digests, PROGRESS_NAME}}
     _write_json(part / RECORD_NAME, _record(source, plan, digests | others))
     _sync_directory(part)
 
@@ -341,10 +356,12 @@ def _publish(part: Path, out: Path) -> None:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _write(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    _write(path, text.encode(errors="backslashreplace"))  # a lone surrogate stays a JSON escape
 
 
 def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     with temporary.open("wb") as file:
         file.write(data)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from qinfer.checkpoint import hub
+from qinfer.checkpoint.chat import ChatTemplate
 from qinfer.checkpoint.opening import existing_path
+from qinfer.checkpoint.tokenizer import Tokenizer
+from qinfer.config import token_ids
 from qinfer.errors import CheckpointError
+from qinfer.sampling import resolve_params
 from qinfer_converters.gguf.source import GGUFSource
 from qinfer_converters.huggingface import HuggingFaceSource
 from qinfer_converters.source import Source
@@ -25,7 +31,7 @@ def open_source(text: str, *, progress: bool = True) -> Source:
     """
     path = existing_path(text)
     if path is not None and path.is_dir():
-        return HuggingFaceSource(path)
+        return _checked(HuggingFaceSource(path), path)
     if text.lower().endswith(_PICKLES):
         raise CheckpointError(
             f"{text} is a pickle file, and pickle files are never loaded: they can run code",
@@ -45,4 +51,22 @@ def open_source(text: str, *, progress: bool = True) -> Source:
         )
     found = hub.download(ref, progress=progress)
     label = f"{ref} at {hub.describe(ref, found)['commit']}"
-    return HuggingFaceSource(found, label) if found.is_dir() else GGUFSource(found, label)
+    if found.is_dir():
+        return _checked(HuggingFaceSource(found, label), found)
+    return GGUFSource(found, label)
+
+
+def _checked(source: HuggingFaceSource, directory: Path) -> HuggingFaceSource:
+    """Refuse a model whose tokenizer, template or defaults would only fail when it is run."""
+    tokenizer = Tokenizer.load(directory)
+    vocab_size = source.config.get("vocab_size")
+    if isinstance(vocab_size, int) and tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model's "
+            f"vocabulary only {vocab_size:,}",
+            hint="Tokenizer and model do not belong together; download the model again.",
+        )
+    ChatTemplate.load(directory)
+    resolve_params({}, None, source.generation_config)
+    token_ids(source.generation_config, "eos_token_id", origin="generation_config.json")
+    return source

@@ -37,7 +37,8 @@ _TEMPLATE_FAULTS = (
     LookupError,
     ArithmeticError,
     AttributeError,
-    RecursionError,
+    RuntimeError,
+    MemoryError,
 )
 _RAW_HINT = "Complete the text without the chat template (--raw), or correct the template."
 
@@ -62,6 +63,10 @@ class ChatTemplate:
         self._variables = dict(variables)
         try:
             self._template = _environment().from_string(source)
+        except RecursionError as error:
+            raise CheckpointError(
+                f"{name}: the chat template is nested too deeply", hint=_RAW_HINT
+            ) from error
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"{name}: the chat template has a syntax error in line {error.lineno}: {error}",
@@ -83,8 +88,14 @@ class ChatTemplate:
         if path.is_file():
             try:
                 source = path.read_text(encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be read: {error.strerror}", hint=_RAW_HINT
+                ) from error
             except UnicodeDecodeError as error:
-                raise CheckpointError(f"{path} is not UTF-8 text: {error}") from error
+                raise CheckpointError(
+                    f"{path} is not UTF-8 text: {error}", hint=_RAW_HINT
+                ) from error
             return cls(source, named_tokens(config), name=str(path))
         path = directory / "tokenizer_config.json"
         inline = _default_template(config.get("chat_template"), path)

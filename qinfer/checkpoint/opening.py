@@ -9,7 +9,7 @@ from qinfer.errors import CheckpointError
 
 RECORD_NAME = "qinfer.json"
 """In a converted model; written last."""
-PROGRESS_NAME = "progress.json"
+PROGRESS_NAME = "qinfer-progress.json"
 """In a directory that a conversion is still writing."""
 
 

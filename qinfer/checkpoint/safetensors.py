@@ -240,7 +240,7 @@ def check_shard_name(file: Any, index_path: Path) -> str:
     Raises:
         CheckpointError: The name leads out of the directory or is not a safetensors file.
     """
-    if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+    if not isinstance(file, str) or Path(file).name != file or "\\" in file or len(file) > 200:
         raise CheckpointError(
             f"{index_path} points outside its directory: {file!r}",
             hint="Do not use this checkpoint; a sound index holds plain file names.",

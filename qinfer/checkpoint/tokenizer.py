@@ -150,8 +150,10 @@ class Tokenizer:
         # for them.
         from tokenizers import AddedToken
 
-        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-        names = [*self.named_tokens.values(), *(_content(token) for token in extra)]
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+        listed = extra.values() if isinstance(extra, dict) else extra
+        others = [_content(token) for token in listed] if isinstance(listed, Iterable) else []
+        names = [*self.named_tokens.values(), *(others if not isinstance(extra, str) else [])]
         known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
         self.backend.add_special_tokens(
             [
@@ -205,7 +207,8 @@ def unused_characters(text: str) -> tuple[str, str]:
 def _content(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    valid = isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+    return value if isinstance(value, str) and valid else None
 
 
 def _fill(
@@ -242,10 +245,14 @@ def _read_backend(directory: Path) -> "tokenizers.Tokenizer":
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty", hint=_SAVE_HINT)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.encode("a")  # where parts do not fit together, the library only panics here
+    except BaseException as error:  # the library raises nothing narrower
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         message = f"{path} is not a valid tokenizer: {error}"
         raise CheckpointError(message, hint=_SAVE_HINT) from error
+    return backend
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -253,7 +260,11 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}", hint="Check the file's permissions."
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not valid JSON: {error}", hint="Copy it again from the original model."
         ) from error

@@ -203,11 +203,18 @@ def _post_processor(
     def around(part: str) -> list[str]:
         return [*(texts[index] for index in before), part, *(texts[index] for index in after)]
 
-    return processors.TemplateProcessing(
-        single=around("$A"),
-        pair=[f"{part}:0" for part in around("$A")] + [f"{part}:1" for part in around("$B")],
-        special_tokens=[(text, index) for index, text in texts.items()],
-    )
+    try:
+        return processors.TemplateProcessing(
+            single=around("$A"),
+            pair=[f"{part}:0" for part in around("$A")] + [f"{part}:1" for part in around("$B")],
+            special_tokens=[(text, index) for index, text in texts.items()],
+        )
+    except ValueError:
+        names = ", ".join(repr(text) for text in texts.values())
+        raise UnsupportedModelError(
+            f"the tokens around a text have names that cannot be used: {names}",
+            hint="The file is damaged; download it again.",
+        ) from None
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:

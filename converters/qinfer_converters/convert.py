@@ -48,7 +48,8 @@ def check_output(out: Path, *, force: bool) -> None:
             be a directory's name.
     """
     for path in (out, _part_directory(out)):
-        if path.is_symlink() or (existing_path(str(path)) is not None and not path.is_dir()):
+        found = existing_path(str(path))
+        if path.is_symlink() or (found is not None and not path.is_dir()):
             raise CheckpointError(
                 f"{path} exists and is not a directory", hint="Move it away or name another output."
             )

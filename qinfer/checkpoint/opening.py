@@ -27,7 +27,7 @@ def existing_path(text: str) -> Path | None:
         shown = text if len(text) < 100 else f"{text[:80]}…"
         raise CheckpointError(
             f"{shown} cannot be opened: {reason}",
-            hint="Name a model first: a directory, or a hub id such as org/name.",
+            hint="Check the name; it is a path, or a hub id such as org/name.",
         ) from None
 
 

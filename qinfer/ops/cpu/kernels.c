@@ -326,12 +326,14 @@ typedef void (*rows_function)(const weight *, int64_t begin, int64_t end, const 
             tiles(w, begin, end, x, tokens, out);                                                  \
             return;                                                                                \
         }                                                                                          \
-        weight dense = {.kind = FP32, .rows = w->rows, .columns = w->columns, .group = w->group,   \
+        /* A group that ends within a run is kept, since the sum of its rest is kept apart. */     \
+        const int64_t group = w->group % RUN ? w->group : w->columns;                              \
+        weight dense = {.kind = FP32, .rows = w->rows, .columns = w->columns, .group = group,      \
                         .row_bytes = 4 * w->columns, .data = (const uint8_t *)scratch};            \
         for (; begin < end; begin += fit) {                                                        \
             const int64_t count = end - begin < fit ? end - begin : fit;                           \
             for (int64_t i = 0; i < count; i++)                                                    \
-                unpack_row(w, begin + i, scratch + i * w->columns, format);                         \
+                unpack_row(w, begin + i, scratch + i * w->columns, format);                        \
             tiles_fp32(&dense, 0, count, x, tokens, out + begin);                                  \
         }                                                                                          \
     }

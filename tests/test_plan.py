@@ -515,4 +515,6 @@ def test_summary_says_sizes_exceptions_and_totals():
     at = lines.index("int8 per channel because not even groups of 32 divide its 80 columns:")
     assert lines[at + 1] == "  model.layers.[0-1].mlp.down_proj"
     assert f"int8 per channel because {HEAD_NOTE}:" in lines
-    assert lines[-1].startswith("0.1 M parameters, 0.1 MB → 0.1 MB in 1 file(s), ")
+    assert lines[-1].startswith(
+        "0.1 M parameters, 0.1 MB (0.1 MB at 16 bits) → 0.1 MB in 1 file(s), "
+    )

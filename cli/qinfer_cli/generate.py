@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -169,17 +168,22 @@ def _load(options: dict[str, Any]) -> LanguageModel:
 
     directory = find_model(options["model"], progress=not options["quiet"])
 
-    # torch's threads sleep between two of its operations instead of spinning on the cores that the
-    # compiled kernels' own threads need; OpenMP reads this once, when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import numpy  # noqa: F401  (loaded by torch, it would swallow a Ctrl-C)
     import torch  # only now: an error in the arguments shows at once
 
     from qinfer.generation import LanguageModel
+    from qinfer.ops.cpu.kernels import library
 
     if options["threads"] is not None:
         torch.set_num_threads(options["threads"])
-    return LanguageModel(directory, device=options["device"], context_tokens=options["ctx_size"])
+    model = LanguageModel(directory, device=options["device"], context_tokens=options["ctx_size"])
+    if model.engine.decoder.ops.device.type == "cpu" and library() is None and not options["quiet"]:
+        click.echo(
+            "Warning: qinfer was installed without a C compiler, so without its CPU kernels; "
+            "decoding takes several times as long.",
+            err=True,
+        )
+    return model
 
 
 def merged_params(options: dict[str, Any], model: LanguageModel) -> SamplingParams:

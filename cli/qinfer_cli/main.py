@@ -1,10 +1,16 @@
 """The command group."""
 
+import os
+
 import click
 
 from qinfer_cli.convert import convert
 from qinfer_cli.errors import ErrorHandlingGroup
 from qinfer_cli.generate import generate
+
+# torch's threads sleep between two of its operations instead of spinning on the cores that the
+# compiled kernels' own threads need. OpenMP reads this once, when torch is loaded, which is later.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @click.group(cls=ErrorHandlingGroup, context_settings={"help_option_names": ["-h", "--help"]})

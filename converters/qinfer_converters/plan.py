@@ -396,7 +396,8 @@ def summary(plan: Plan, source: Source) -> Iterator[str]:
     yield from plan.notes
     before = sum(t.nbytes for t in source.tensors.values())
     yield (
-        f"{plan.parameters / 1e6:,.1f} M parameters, {before / 1e6:,.1f} MB → "
+        f"{plan.parameters / 1e6:,.1f} M parameters, {before / 1e6:,.1f} MB "
+        f"({2 * plan.parameters / 1e6:,.1f} MB at 16 bits) → "
         f"{plan.nbytes / 1e6:,.1f} MB in {len(plan.shards)} file(s), "
         f"{plan.bits_per_weight:.2f} bits per quantized weight, "
         f"{8 * plan.nbytes / plan.parameters:.2f} bits per parameter"

@@ -167,7 +167,7 @@ def names(directory: Path) -> set[str]:
 def test_references(text: str, expected: HubRef) -> None:
     assert hub.parse(text) == expected
     assert str(expected) == text
-    assert hub.is_hub_id(text)
+    assert hub.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_what_is_no_reference(text: str) -> None:
 
 def test_local_paths_are_no_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hub.is_hub_id("org/name")
+    assert hub.parse("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
-    assert not hub.is_hub_id("org/name")
+    assert not hub.parse("org/name")
 
 
 @pytest.mark.parametrize(

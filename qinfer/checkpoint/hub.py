@@ -73,11 +73,6 @@ def parse(text: str) -> HubRef | None:
     return HubRef(repo, match["revision"], filename)
 
 
-def is_hub_id(text: str) -> bool:
-    """Whether a text names a model on the Hub; see `parse`."""
-    return parse(text) is not None
-
-
 def download(ref: HubRef, *, progress: bool = True) -> Path:
     """Get a GGUF file if the reference names one, else a checkpoint; see the two functions."""
     if ref.filename is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,11 @@ from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.checkpoint.streaming import TextStream
 from qinfer.checkpoint.tokenizer import Tokenizer
 from qinfer.config import ModelConfig, read_json, token_ids
-from qinfer.engine.engine import Engine
-from qinfer.engine.sequence import FinishReason
+from qinfer.engine.assembly import ContextPolicy, EngineOptions, build_engine
+from qinfer.engine.engine import EngineStats
+from qinfer.engine.sequence import FinishReason, Sequence
 from qinfer.errors import CheckpointError, PromptError, QInferError, UnsupportedModelError
-from qinfer.models.decoder import Decoder
+from qinfer.quant.kv import KVFormat
 from qinfer.sampling import SamplingParams
 
 _READABLE_METHODS = ("compressed-tensors", "bitsandbytes")
@@ -33,12 +33,14 @@ class Usage:
         completion_tokens: Tokens sampled, an end-of-sequence token included.
         ttft_s: From the start of prefill to the first token.
         decode_s: From the first token to the last.
+        reused_tokens: Tokens of the prompt that were in the cache already.
     """
 
     prompt_tokens: int
     completion_tokens: int
     ttft_s: float
     decode_s: float
+    reused_tokens: int = 0
 
     @property
     def tpot_s(self) -> float | None:
@@ -58,65 +60,65 @@ class Usage:
 
 
 class Completion:
-    """A completion as it comes: iterate for text, then read the rest.
+    """A completion as it comes: iterate for text, or let `LanguageModel.step` run it.
 
     Attributes:
+        sequence: In the engine.
         seed: That reproduces it.
-        token_ids: Sampled so far.
+        text: All that is final so far.
         finish_reason: None while it runs.
         error: What went wrong where the reason is `error`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompt_ids: SequenceOf[int],
-        stream: TextStream,
-        params: SamplingParams,
-        max_tokens: int | None,
-    ) -> None:
-        self._engine = engine
+    def __init__(self, model: LanguageModel, sequence: Sequence, stream: TextStream) -> None:
+        self._model = model
+        self.sequence = sequence
         self._stream = stream
-        self._sequence = engine.start(prompt_ids, params, max_tokens)
-        self.seed = self._sequence.sampler.seed
+        self.seed = sequence.sampler.seed
+        self.text = ""
         self.finish_reason: FinishReason | None = None
         self.error: QInferError | None = None
-        self._usage: Usage | None = None
 
     @property
     def token_ids(self) -> list[int]:
         """Tokens sampled so far, an end-of-sequence token included."""
-        return self._sequence.token_ids[self._sequence.prompt_tokens :]
+        return self.sequence.token_ids[self.sequence.prompt_tokens :]
 
     @property
     def usage(self) -> Usage:
         """What it took; known when it has ended."""
-        if self._usage is None:
-            raise RuntimeError("iterate over the completion first")
-        return self._usage
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield text as it becomes final; once."""
-        sequence, stream = self._sequence, self._stream
-        start = first = last = time.perf_counter()
-        while sequence.finish_reason is None and not stream.stopped:
-            token = self._engine.step(sequence)
-            last = time.perf_counter()
-            if sequence.new_tokens <= 1:
-                first = last
-            if token is not None and token not in self._engine.stop_ids:
-                yield from _nonempty(stream.push(token))
-        yield from _nonempty(stream.finish())
-        self.finish_reason = "stop" if stream.stopped else sequence.finish_reason
-        self.error = sequence.error
-        self._usage = Usage(
-            sequence.prompt_tokens, sequence.new_tokens, ttft_s=first - start, decode_s=last - first
+        its = self.sequence
+        if self.finish_reason is None or its.last_token_s is None or its.first_token_s is None:
+            raise RuntimeError("the completion has not ended")
+        started_s = its.first_token_s if its.started_s is None else its.started_s
+        return Usage(
+            prompt_tokens=its.prompt_tokens,
+            completion_tokens=its.new_tokens,
+            ttft_s=its.first_token_s - started_s,
+            decode_s=its.last_token_s - its.first_token_s,
+            reused_tokens=its.reused_tokens,
         )
 
+    def __iter__(self) -> Iterator[str]:
+        """Yield text as it becomes final; others that are queued go on meanwhile."""
+        sent = 0
+        while self.finish_reason is None or sent < len(self.text):
+            if sent < len(self.text):
+                piece, sent = self.text[sent:], len(self.text)
+                yield piece
+            else:
+                self._model.step()
 
-def _nonempty(text: str) -> Iterator[str]:
-    if text:
-        yield text
+    def advance(self, stop_ids: Collection[int]) -> None:
+        """Take in the token that its sequence has got, or its end."""
+        sequence, stream = self.sequence, self._stream
+        token = sequence.token_ids[-1]
+        if sequence.finish_reason != "error" and token not in stop_ids:
+            self.text += stream.push(token)
+        if sequence.finish_reason is not None or stream.stopped:
+            self.text += stream.finish()
+            self.finish_reason = "stop" if stream.stopped else sequence.finish_reason
+            self.error = sequence.error
 
 
 class LanguageModel:
@@ -128,18 +130,35 @@ class LanguageModel:
         generation_config: Its `generation_config.json`, empty if there is none.
         tokenizer: Its tokenizer.
         chat_template: Its chat template, None if there is none.
+        kv_format: Of the key-value cache.
         engine: The engine over its decoder.
     """
 
     def __init__(
-        self, directory: Path, *, device: str = "auto", context_tokens: int | None = None
+        self,
+        directory: Path,
+        *,
+        device: str = "auto",
+        context_tokens: int | None = None,
+        context_policy: ContextPolicy = "stop",
+        kv_format: KVFormat | None = None,
+        memory_bytes: int | None = None,
+        max_sequences: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         """Open a Hugging Face directory; weights are mapped, not read.
 
         Args:
             directory: Of 16-bit weights, or quantized as `qinfer convert` does.
             device: `auto`, `cpu` or `cuda`.
-            context_tokens: Most tokens of prompt and output; None is what the model allows.
+            context_tokens: Most tokens of prompt and output; None is what the model and the memory
+                allow.
+            context_policy: What happens there.
+            kv_format: Of the key-value cache; None is the directory's default.
+            memory_bytes: For weights, cache and activations; None is what is free, less a margin.
+            max_sequences: Most that run at once; None is what the memory allows.
+            deterministic: Compute token by token where kernels do not promise that a token's
+                result is independent of those beside it.
 
         Raises:
             CheckpointError: Something is missing, damaged or does not fit together.
@@ -159,12 +178,41 @@ class LanguageModel:
                 hint="Tokenizer and model do not belong together; download the model again.",
             )
         self.chat_template = ChatTemplate.load(directory)
-        self.engine = Engine(
-            Decoder(Checkpoint(directory), self.config, ops.select(device)),
-            vocab_size=self.tokenizer.vocab_size,
-            stop_ids=self._stop_ids(),
-            context_tokens=self._context(context_tokens),
+        self.kv_format = kv_format or KVFormat.stored(directory)
+        self.engine = build_engine(
+            Checkpoint(directory),
+            self.config,
+            ops.select(device, deterministic=deterministic),
+            EngineOptions(
+                vocab_size=self.tokenizer.vocab_size,
+                stop_ids=frozenset(self._stop_ids()),
+                formats=(self.kv_format,) * self.config.num_hidden_layers,
+                context_tokens=context_tokens,
+                context_policy=context_policy,
+                memory_bytes=memory_bytes,
+                max_sequences=max_sequences,
+            ),
         )
+        self._completions: dict[Sequence, Completion] = {}
+
+    @property
+    def max_sequences(self) -> int:
+        """Most sequences that run at once."""
+        return self.engine.scheduler.max_sequences
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self.engine.context_tokens
+
+    @property
+    def stats(self) -> EngineStats:
+        """Where the engine stands."""
+        return self.engine.stats
+
+    def warn_with(self, warn: Callable[[str], None]) -> None:
+        """Say what had to give way by calling this with a sentence."""
+        self.engine.warn = warn
 
     def _stop_ids(self) -> set[int]:
         """The union of what generation config, model config and tokenizer call the end."""
@@ -173,15 +221,6 @@ class LanguageModel:
         of_tokenizer = self.tokenizer.eos_token_id
         found = {*declared, *self.config.eos_token_ids}
         return found if of_tokenizer is None else found | {of_tokenizer}
-
-    def _context(self, asked: int | None) -> int:
-        limit = self.config.max_position_embeddings
-        if asked is not None and asked > limit:
-            raise QInferError(
-                f"--ctx-size {asked:,} is more than the model's {limit:,} positions",
-                hint=f"Use {limit} or less.",
-            )
-        return asked or limit
 
     def prompt_ids(
         self, prompt: str | SequenceOf[Message], *, system: str | None = None, raw: bool = False
@@ -246,7 +285,7 @@ class LanguageModel:
         stop: SequenceOf[str] = (),
         continues: bool = False,
     ) -> Completion:
-        """Begin a completion.
+        """Queue a completion; `step` or iterating over it runs it.
 
         Args:
             prompt_ids: From `prompt_ids`.
@@ -260,7 +299,30 @@ class LanguageModel:
         """
         before = prompt_ids if continues else ()
         stream = TextStream(self.tokenizer, prompt_ids=before, stop=stop)
-        return Completion(self.engine, prompt_ids, stream, params, max_tokens)
+        sequence = self.engine.add(prompt_ids, params, max_tokens)
+        completion = self._completions[sequence] = Completion(self, sequence, stream)
+        return completion
+
+    def step(self) -> list[Completion]:
+        """Run one batch of what is queued.
+
+        Returns:
+            The completions that have ended in it.
+        """
+        ended = []
+        for sequence in self.engine.step():
+            completion = self._completions[sequence]
+            completion.advance(self.engine.stop_ids)
+            if completion.finish_reason is not None:
+                self.cancel(completion)
+                ended.append(completion)
+        return ended
+
+    def cancel(self, completion: Completion) -> None:
+        """Drop a completion, queued or running."""
+        sequence = completion.sequence
+        self.engine.cancel(sequence)
+        self._completions.pop(sequence, None)
 
 
 def _check_quantization(raw: Mapping[str, Any], directory: Path) -> None:

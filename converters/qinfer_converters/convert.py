@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 import qinfer
-from qinfer.checkpoint.opening import PROGRESS_NAME, RECORD_NAME, existing_path
+from qinfer.checkpoint.opening import PROGRESS_NAME, existing_path
+from qinfer.checkpoint.record import RECORD_NAME
 from qinfer.checkpoint.safetensors import INDEX_NAME, ShardWriter
 from qinfer.config import read_json
 from qinfer.errors import CheckpointError

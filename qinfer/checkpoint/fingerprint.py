@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from qinfer.checkpoint.record import RECORD_NAME
 from qinfer.errors import CheckpointError
 
 _WEIGHTS = (".safetensors",)
 _READ = (".json", ".jinja", ".txt", ".model")
-_RECORD = "qinfer.json"  # lists the sha256 of every file
 
 
 def fingerprint(directory: Path) -> str:
@@ -25,7 +25,7 @@ def fingerprint(directory: Path) -> str:
     found = hashlib.sha256()
     try:
         files = sorted(path for path in directory.iterdir() if path.is_file())
-        recorded = any(path.name == _RECORD for path in files)
+        recorded = any(path.name == RECORD_NAME for path in files)
         for path in files:
             if path.suffix in _READ:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()

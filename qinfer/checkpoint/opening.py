@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from qinfer.checkpoint import hub
+from qinfer.checkpoint.record import RECORD_NAME
 from qinfer.errors import CheckpointError
 
-RECORD_NAME = "qinfer.json"
-"""In a converted model; written last."""
 PROGRESS_NAME = "qinfer-progress.json"
 """In a directory that a conversion is still writing."""
 

@@ -1,44 +1,95 @@
-"""Prefill a prompt in chunks, then decode it token by token. Token ids only, never text."""
+"""Runs many sequences through a decoder, a step at a time. Token ids only, never text."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from qinfer.cache.contiguous import KVCache
+from qinfer.cache.paged import PagedCache
+from qinfer.cache.tables import SequenceBlocks
+from qinfer.engine.scheduler import Chunk, Scheduler
 from qinfer.engine.sequence import Sequence
-from qinfer.errors import NumericsError, PromptError
-from qinfer.models.decoder import Decoder
+from qinfer.errors import NumericsError, PromptError, QInferError
+from qinfer.models.decoder import Decoder, Watch
+from qinfer.ops.paged import Batch
 from qinfer.sampling import Sampler, SamplingParams
 
-PREFILL_CHUNK_TOKENS = 256
-"""Prompt tokens that go through the model at once; bounds the memory that activations take."""
+STEP_TOKENS = 256
+"""Tokens that go through the model at once; bounds the memory that activations take."""
+
+_LEAST_STEP_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Where the engine stands.
+
+    Attributes:
+        running: Sequences that have blocks.
+        waiting: Sequences that have none yet.
+        kv_used: Share of the cache's blocks in use, 0 to 1.
+        reused_tokens: Prompt tokens found in the cache instead of computed, so far.
+        preemptions: How often a sequence gave its blocks back to others, so far.
+    """
+
+    running: int
+    waiting: int
+    kv_used: float
+    reused_tokens: int
+    preemptions: int
 
 
 class Engine:
-    """Runs sequences through a decoder.
+    """Prefills prompts in chunks and decodes many sequences at once.
 
     Attributes:
         decoder: The model.
+        cache: Keys and values.
+        scheduler: Who runs.
         vocab_size: Ids from here on are padding of the model's vocabulary and are never sampled.
         stop_ids: Tokens that end a sequence.
-        context_tokens: Most tokens a sequence may have, prompt and output together.
+        context_tokens: Most tokens that a sequence attends to, prompt and output together.
+        ends_at_context: Whether a sequence ends there; else its oldest tokens are dropped.
+        warn: Called with a sentence when something had to give way.
     """
 
     def __init__(
-        self, decoder: Decoder, *, vocab_size: int, stop_ids: Collection[int], context_tokens: int
+        self,
+        decoder: Decoder,
+        cache: PagedCache,
+        *,
+        vocab_size: int,
+        stop_ids: Collection[int],
+        context_tokens: int,
+        max_sequences: int,
+        step_tokens: int = STEP_TOKENS,
+        ends_at_context: bool = True,
     ) -> None:
         self.decoder = decoder
+        self.cache = cache
+        step_tokens = max(step_tokens, max_sequences)
+        self.scheduler = Scheduler(
+            cache.tables(step_tokens=step_tokens),
+            max_sequences=max_sequences,
+            step_tokens=step_tokens,
+        )
         self.vocab_size = vocab_size
         self.stop_ids = frozenset(stop_ids)
         self.context_tokens = context_tokens
+        self.ends_at_context = ends_at_context
+        self.warn: Callable[[str], None] = lambda message: None
+        self._reused_tokens = 0
+        self._last_added: Sequence | None = None
 
-    def start(
+    def add(
         self, prompt_ids: SequenceOf[int], params: SamplingParams, max_tokens: int | None
     ) -> Sequence:
-        """Admit a prompt and allocate its cache for all that the request can come to.
+        """Queue a prompt.
 
         Args:
             prompt_ids: At least one token.
@@ -46,8 +97,7 @@ class Engine:
             max_tokens: Bound on new tokens; None is up to the end of the context.
 
         Raises:
-            PromptError: The prompt is empty, leaves no room in the context, or asks for a cache
-                that there is no memory for.
+            PromptError: The prompt is empty or leaves no room in the context.
         """
         room = self.context_tokens - len(prompt_ids)
         if not prompt_ids:
@@ -58,70 +108,197 @@ class Engine:
                 f"of {self.context_tokens:,} allows with one token of output",
                 hint="Shorten it, or pass --truncate-prompt left to keep only its end.",
             )
-        limit = room if max_tokens is None else min(max_tokens, room)
-        cache = self._new_cache(len(prompt_ids) + limit)
-        return Sequence(prompt_ids, limit, Sampler(params, vocab_size=self.vocab_size), cache)
+        limit = room if max_tokens is None else max_tokens
+        if self.ends_at_context:
+            limit = min(limit, room)
+        sequence = Sequence(prompt_ids, limit, Sampler(params, vocab_size=self.vocab_size))
+        self._find_leader(sequence)
+        self.scheduler.add(sequence)
+        return sequence
 
-    def _new_cache(self, capacity: int) -> KVCache:
-        config, ops = self.decoder.config, self.decoder.ops
-        try:
-            return KVCache(config, capacity, ops.dtype, ops.device)
-        except RuntimeError:  # the allocators of torch raise nothing narrower on all devices
-            needed = KVCache.nbytes_for(config, capacity, ops.dtype)
-            raise PromptError(
-                f"the KV cache of {capacity:,} tokens needs {needed / 1e9:,.1f} GB, "
-                "more than there is memory for",
-                hint="Lower --max-tokens or --ctx-size.",
-            ) from None
+    def _find_leader(self, sequence: Sequence) -> None:
+        """Several choices of a prompt come one after another: they share its prefill."""
+        last, self._last_added = self._last_added, sequence
+        if last is None or last.new_tokens or last.finish_reason is not None:
+            return
+        if last.token_ids == sequence.token_ids:
+            sequence.leader = last.leader or last
+            sequence.leader.followers.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence."""
+        self.scheduler.remove(sequence)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Where it stands."""
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_used=self.scheduler.tables.used,
+            reused_tokens=self._reused_tokens,
+            preemptions=self.scheduler.preemptions,
+        )
 
     @torch.inference_mode()
-    def step(self, sequence: Sequence) -> int | None:
-        """Sample the next token; the first call prefills the prompt.
-
-        Args:
-            sequence: From `start`; in place, grows by the token, and gets its `finish_reason`
-                with the last one.
+    def step(self) -> list[Sequence]:
+        """Run one batch.
 
         Returns:
-            The token, or None where there was none to choose: see the sequence's `error`.
+            The sequences that got a token, or ended with an error; those with a `finish_reason`
+            have left. Empty where only parts of prompts were run, or nothing is to be done.
         """
-        before = sequence.cache.length
-        pending = sequence.token_ids[before:]
-        device = self.decoder.ops.device
-        chunks = [torch.tensor(ids, device=device) for ids in _chunks(pending)]
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        self._note_start(chunks)
+        ready = [i for i, c in enumerate(chunks) if c.tokens == c.sequence.pending_tokens]
+        try:
+            logits = self._run(chunks, ready)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            return self._give_way(chunks)
+        for sequence, count, _ in chunks:
+            self._store(sequence, sequence.computed_tokens + count)
+        advanced = []
+        for row, i in enumerate(ready):
+            for sequence in (*self._fork(chunks[i].sequence), chunks[i].sequence):
+                self._sample(sequence, logits[row])
+                advanced.append(sequence)
+        return advanced
+
+    def _note_start(self, chunks: SequenceOf[Chunk]) -> None:
+        now = time.perf_counter()
+        for sequence, _, _ in chunks:
+            if sequence.started_s is None:
+                sequence.started_s = now
+                self._reused_tokens += sequence.reused_tokens
+
+    def _run(self, chunks: SequenceOf[Chunk], ready: SequenceOf[int]) -> Tensor:
+        """Run chunks; logits fp32 [ready, vocab] behind the last token of those that are ready."""
         for chunk in chunks:
-            hidden = self.decoder.forward(chunk, sequence.cache)
-            sequence.cache.length += len(chunk)
-        logits = self.decoder.logits(hidden[-1:])[0]
+            self.cache.copy(chunk.copies)
+        batch = self._batch([(s, s.computed_tokens, count) for s, count, _ in chunks])
+        hidden = self.decoder.forward(batch, self.cache.layers)
+        if not ready:
+            return hidden[:0]
+        last = batch.offsets[1:] - 1
+        return self.decoder.logits(hidden[last[list(ready)].to(hidden.device)])
+
+    def _batch(self, parts: SequenceOf[tuple[Sequence, int, int]]) -> Batch:
+        """Lay parts of sequences side by side: (sequence, first token, tokens)."""
+        blocks = [_blocks_of(sequence) for sequence, _, _ in parts]
+        groups = range(len(self.cache.layout.reaches))
+        return Batch.of(
+            [(s.token_ids[first : first + count], first) for s, first, count in parts],
+            [[[max(b, 0) for b in its.tables[group]] for its in blocks] for group in groups],
+            [sequence.slot or 0 for sequence, _, _ in parts],
+            self.decoder.ops.device,
+        )
+
+    def _store(self, sequence: Sequence, computed_tokens: int) -> None:
+        """Note that tokens are in the cache; share what is full, release what is out of sight."""
+        blocks = _blocks_of(sequence)
+        sequence.computed_tokens = computed_tokens
+        self.scheduler.tables.publish(blocks, sequence.token_ids, computed_tokens)
+        self.scheduler.tables.trim(blocks, computed_tokens)
+
+    def _fork(self, leader: Sequence) -> list[Sequence]:
+        """Start the sequences of the same prompt for which there is room."""
+        followers, leader.followers = leader.followers, []
+        forked = []
+        for follower in followers:
+            if follower in self.scheduler.waiting and self.scheduler.fork(leader, follower):
+                self.cache.copy_open(leader.slot or 0, follower.slot or 0)
+                follower.started_s = leader.started_s
+                self._reused_tokens += follower.reused_tokens
+                forked.append(follower)
+        return forked
+
+    def _sample(self, sequence: Sequence, logits: Tensor) -> None:
         try:
             token = sequence.sampler.sample(logits, sequence.token_ids)
         except NumericsError as error:
             sequence.error = error  # of the penalties, if the model's part of it is sound
             if not bool(logits[: self.vocab_size].isfinite().all()):
-                sequence.cache.length = before
-                sequence.error = self._blame(chunks, sequence.cache)
+                sequence.error = self._blame(sequence)
             sequence.finish_reason = "error"
-            return None
-        sequence.token_ids.append(token)
-        if token in self.stop_ids:
-            sequence.finish_reason = "stop"
-        elif sequence.new_tokens >= sequence.max_tokens:
-            sequence.finish_reason = "length"
-        return token
+        else:
+            sequence.token_ids.append(token)
+            if token in self.stop_ids:
+                sequence.finish_reason = "stop"
+            elif sequence.new_tokens >= sequence.max_tokens:
+                sequence.finish_reason = "length"
+        sequence.last_token_s = time.perf_counter()
+        if sequence.first_token_s is None:
+            sequence.first_token_s = sequence.last_token_s
+        if sequence.finish_reason is not None:
+            self.scheduler.remove(sequence)
 
-    def _blame(self, chunks: SequenceOf[torch.Tensor], cache: KVCache) -> NumericsError:
-        """Repeat a step whose logits were not finite and name where that began."""
-        place = None
-        for chunk in chunks:
-            place = place or self.decoder.locate_nonfinite(chunk, cache)
-            cache.length += len(chunk)
+    def _give_way(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
+        """The device is out of memory: run less at once, or give a sequence up."""
+        scheduler = self.scheduler
+        for sequence, _, _ in reversed(chunks):
+            scheduler.preempt(sequence)
+        if scheduler.max_sequences > 1 or scheduler.step_tokens > _LEAST_STEP_TOKENS:
+            scheduler.max_sequences = max(scheduler.max_sequences // 2, 1)
+            least = max(_LEAST_STEP_TOKENS, scheduler.max_sequences)
+            scheduler.step_tokens = max(scheduler.step_tokens // 2, least)
+            self.warn(
+                f"out of memory; going on with {scheduler.max_sequences} sequences and "
+                f"{scheduler.step_tokens} tokens at once"
+            )
+            return []
+        sequence = chunks[0].sequence
+        sequence.finish_reason = "error"
+        sequence.error = QInferError(
+            "out of memory with one sequence running",
+            hint="Lower --ctx-size or --kv-bits, or use a smaller model.",
+        )
+        sequence.first_token_s = sequence.last_token_s = time.perf_counter()
+        scheduler.remove(sequence)
+        return [sequence]
+
+    def _blame(self, sequence: Sequence) -> NumericsError:
+        """Run a sequence again whose logits were not finite, and name where that began."""
+        places: list[str] = []
+
+        def watch(name: str, x: Tensor) -> None:
+            if not places and not bool(x.isfinite().all()):
+                places.append(name)
+
+        if self._replay(sequence, watch) and not places:
+            places.append("the output head")
         return NumericsError(
-            f"the model produced NaN or infinite values, first in {place or 'the output head'}",
+            "the model produced NaN or infinite values"
+            + "".join(f", first in {p}" for p in places),
             hint="The weights are damaged or overflow the 16-bit range; convert the model again, "
             "from bf16 weights if there are any.",
         )
 
+    def _replay(self, sequence: Sequence, watch: Watch) -> bool:
+        """Compute all of a running sequence anew; False if there are too few blocks for that."""
+        tables, length = self.scheduler.tables, sequence.computed_tokens
+        tables.release(_blocks_of(sequence))
+        sequence.blocks = tables.new([])
+        for start in range(0, length, self.scheduler.step_tokens):
+            count = min(self.scheduler.step_tokens, length - start)
+            if tables.grow(sequence.blocks, start, start + count) is None:
+                return False
+            batch = self._batch([(sequence, start, count)])
+            self.decoder.forward(batch, self.cache.layers, watch=watch)
+            tables.trim(sequence.blocks, start + count)
+        return True
 
-def _chunks(ids: list[int]) -> list[list[int]]:
-    size = PREFILL_CHUNK_TOKENS
-    return [ids[i : i + size] for i in range(0, len(ids), size)]
+
+def _blocks_of(sequence: Sequence) -> SequenceBlocks:
+    if sequence.blocks is None:
+        raise RuntimeError("the sequence does not run")
+    return sequence.blocks
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch's CPU allocator raises a plain RuntimeError."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)

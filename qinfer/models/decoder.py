@@ -1,14 +1,13 @@
 """The decoder, written once over the operations and driven by configuration.
 
 Read it from the bottom up: `Decoder` embeds, runs the blocks, normalizes; a `Block` is attention
-and an MLP, each behind a norm and added to the residual. Tokens are a flat list of one sequence's
-consecutive tokens; the cache holds what came before them.
+and an MLP, each behind a norm and added to the residual. Tokens are a flat list, those of several
+sequences side by side; the cache holds what came before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,28 +16,13 @@ from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
 from qinfer.models.architectures import TABLE, Architecture, linear_shapes, prefix_in
-from qinfer.models.rope import frequencies
+from qinfer.models.rope import RotaryTable, frequencies
+from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.weights import Weight, load_weight
 
-
-class Cache(Protocol):
-    """Where a sequence's keys and values are kept."""
-
-    length: int
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new tokens' keys and values behind the `length` ones that are there.
-
-        Args:
-            layer: Index of the block.
-            k: [tokens, kv_heads, head_dim].
-            v: Like `k`.
-
-        Returns:
-            All keys and values of the layer, each [kv_heads, length + tokens, head_dim].
-        """
-        ...
+Rotation = tuple[Tensor, Tensor] | None
+Watch = Callable[[str, Tensor], None]
 
 
 class _Loader:
@@ -96,13 +80,11 @@ class Linear:
 class Attention:
     """Grouped-query attention with rotary or learned positions."""
 
-    def __init__(self, load: _Loader, block: str, layer: int) -> None:
+    def __init__(self, load: _Loader, block: str) -> None:
         config, arch = load.config, load.arch
         self.ops = load.ops
-        self.layer = layer
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
-        self.window = config.layer_windows[layer]
         self.heads = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -113,15 +95,14 @@ class Attention:
         self.q_norm = load.norm(block + arch.q_norm, self.head_dim) if config.qk_norm else None
         self.k_norm = load.norm(block + arch.k_norm, self.head_dim) if config.qk_norm else None
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: Cache) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation, cache: KVLayer, batch: Batch) -> Tensor:
         """[tokens, hidden] → [tokens, hidden]; stores the tokens' keys and values in `cache`."""
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = self.ops.rotary(q, *rotation), self.ops.rotary(k, *rotation)
-        keys, values = cache.update(self.layer, k, v)
-        mixed = self.ops.attention(q, keys, values, scale=self.scale, window=self.window)
+        mixed = self.ops.attention(q, k, v, cache, batch, scale=self.scale)
         return self.o_proj(mixed.flatten(1))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,13 +143,13 @@ class Block:
     def __init__(self, load: _Loader, layer: int) -> None:
         block, hidden = f"{load.prefix}{load.arch.layers}.{layer}.", load.config.hidden_size
         self.attention_norm = load.norm(block + load.arch.attention_norm, hidden)
-        self.attention = Attention(load, block, layer)
+        self.attention = Attention(load, block)
         self.mlp_norm = load.norm(block + load.arch.mlp_norm, hidden)
         self.mlp = MLP(load, block)
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: Cache) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation, cache: KVLayer, batch: Batch) -> Tensor:
         """[tokens, hidden] → [tokens, hidden]."""
-        x = x + self.attention(self.attention_norm(x), rotation, cache)
+        x = x + self.attention(self.attention_norm(x), rotation, cache, batch)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -200,49 +181,44 @@ class Decoder:
         self.norm = load.norm(load.prefix + arch.final_norm, config.hidden_size)
         head = load.prefix + arch.embedding if config.tie_word_embeddings else arch.head
         self.lm_head = load.weight(head, vocab)
+        self.rotary = None
         if config.rope is not None:
-            inv_freq, self.rope_factor = frequencies(
+            inv_freq, factor = frequencies(
                 config.rope, config.head_dim, config.max_position_embeddings
             )
-            self.inv_freq = inv_freq.to(ops.device)
+            self.rotary = RotaryTable(inv_freq.to(ops.device), factor)
 
     def forward(
-        self, ids: Tensor, cache: Cache, *, watch: Callable[[str, Tensor], None] | None = None
+        self, batch: Batch, cache: Sequence[KVLayer], *, watch: Watch | None = None
     ) -> Tensor:
         """Run tokens that follow those in the cache, and store their keys and values there.
 
-        The cache's length is the caller's to advance, so a call may be repeated.
-
         Args:
-            ids: int64 [tokens], in `[0, vocab_size)`.
-            cache: Of this sequence; `cache.length` is the position of the first token.
+            batch: The tokens; ids in `[0, vocab_size)`.
+            cache: Per layer; in place.
             watch: Called with the name and output [tokens, hidden] of the embedding, of each
                 block and of the final norm.
 
         Returns:
             [tokens, hidden], normalized, in the backend's dtype.
         """
-        with self.ops.forward_pass(len(ids)):
-            return self._forward(ids, cache, watch or (lambda name, x: None))
+        with self.ops.forward_pass(len(batch.ids)):
+            return self._forward(batch, cache, watch or (lambda name, x: None))
 
-    def _forward(self, ids: Tensor, cache: Cache, watch: Callable[[str, Tensor], None]) -> Tensor:
-        positions = torch.arange(cache.length, cache.length + len(ids), device=self.ops.device)
-        x = self.ops.embedding(self.embed_tokens, ids)
+    def _forward(self, batch: Batch, cache: Sequence[KVLayer], watch: Watch) -> Tensor:
+        x = self.ops.embedding(self.embed_tokens, batch.ids)
         if self.embed_positions is not None:
-            x = x + self.ops.embedding(self.embed_positions, positions)
-        rotation = self._rotation(positions) if self.config.rope is not None else None
+            x = x + self.ops.embedding(self.embed_positions, batch.positions)
+        rotation = None
+        if self.rotary is not None:
+            rotation = self.rotary.rows(batch.positions, batch.last_position)
         watch("the embedding", x)
-        for i, block in enumerate(self.blocks):
-            x = block(x, rotation, cache)
+        for i, (block, layer) in enumerate(zip(self.blocks, cache, strict=True)):
+            x = block(x, rotation, layer, batch)
             watch(f"layer {i}", x)
         x = self.norm(x)
         watch("the final norm", x)
         return x
-
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, fp32 [tokens, head_dim / 2] each."""
-        angles = positions.float().unsqueeze(1) * self.inv_freq
-        return angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the vocabulary for the tokens given.
@@ -253,20 +229,5 @@ class Decoder:
         Returns:
             fp32 [tokens, vocab_size].
         """
-        return self.ops.logits(hidden, self.lm_head)
-
-    def locate_nonfinite(self, ids: Tensor, cache: Cache) -> str | None:
-        """Repeat a `forward` and name the first part whose output is not finite, if any is.
-
-        Args:
-            ids: As passed to `forward`.
-            cache: With the length it had then.
-        """
-        places: list[str] = []
-
-        def watch(name: str, x: Tensor) -> None:
-            if not bool(x.isfinite().all()):
-                places.append(name)
-
-        self.forward(ids, cache, watch=watch)
-        return places[0] if places else None
+        with self.ops.forward_pass(len(hidden)):
+            return self.ops.logits(hidden, self.lm_head)

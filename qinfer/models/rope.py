@@ -9,6 +9,35 @@ from torch import Tensor
 
 from qinfer.config import RopeConfig
 
+_PIECE = 1024  # positions
+
+
+class RotaryTable:
+    """Cosines and sines per position, computed when first needed.
+
+    Always in pieces of the same size: how many positions are asked for does not change a value.
+    """
+
+    def __init__(self, inv_freq: Tensor, factor: float) -> None:
+        self._inv_freq = inv_freq
+        self._factor = factor
+        self._tables = [inv_freq.new_empty(0, len(inv_freq)) for _ in range(2)]
+
+    def rows(self, positions: Tensor, last: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 [tokens, head_dim / 2] each.
+
+        Args:
+            positions: int64 [tokens].
+            last: The largest of them.
+        """
+        while (known := len(self._tables[0])) <= last:
+            at = torch.arange(known, known + _PIECE, device=self._inv_freq.device)
+            angles = at.float().unsqueeze(1) * self._inv_freq
+            for i, piece in enumerate((angles.cos(), angles.sin())):
+                self._tables[i] = torch.cat((self._tables[i], piece * self._factor))
+        cos, sin = self._tables
+        return cos[positions], sin[positions]
+
 
 def frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
     """Angles per position and the factor on their cosines and sines.

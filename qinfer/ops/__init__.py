@@ -9,10 +9,12 @@ from qinfer.ops.cpu.ops import CPUOps
 from qinfer.ops.reference import ReferenceOps
 
 
-def select(device: str) -> ReferenceOps:
+def select(device: str, *, deterministic: bool = False) -> ReferenceOps:
     """Choose the operations for a device: `auto`, `cpu` or `cuda`.
 
-    Activations are fp32 on a CPU; on a GPU bf16 where the card has it, else fp16.
+    Activations are fp32 on a CPU; on a GPU bf16 where the card has it, else fp16. With
+    `deterministic` a token's result does not depend on those computed beside it, which the CPU
+    kernels promise anyway.
 
     Raises:
         QInferError: `cuda` was asked for and is not there.
@@ -24,6 +26,7 @@ def select(device: str) -> ReferenceOps:
             hint="Leave --device out to run on the CPU, or install a CUDA build of torch.",
         )
     if device == "cpu" or not available:
-        return CPUOps()
+        return CPUOps(deterministic=deterministic)
     native = torch.cuda.is_bf16_supported(including_emulation=False)
-    return ReferenceOps(torch.device("cuda"), torch.bfloat16 if native else torch.float16)
+    dtype = torch.bfloat16 if native else torch.float16
+    return ReferenceOps(torch.device("cuda"), dtype, half=dtype, deterministic=deterministic)

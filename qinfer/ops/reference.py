@@ -6,12 +6,16 @@ batch axis and no padding. Norms, rotary tables, softmax and logits are computed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qinfer.ops.attention import paged_attention
+from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.weights import Weight
 
 _BLOCK_WEIGHTS = 2**20  # dequantized at a time: 4 MB of fp32, whatever the layer's size
@@ -23,11 +27,23 @@ class ReferenceOps:
     Attributes:
         device: Where activations live.
         dtype: Of activations.
+        half: The 16-bit type of the key-value cache.
+        deterministic: Compute each token by itself, so that its result does not depend on those
+            beside it: libraries choose other orders of addition for other numbers of rows.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        half: torch.dtype = torch.float16,
+        deterministic: bool = False,
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self.half = half
+        self.deterministic = deterministic
 
     def prepare(self, weight: Weight) -> Weight:
         """A weight as this backend wants it in memory; called once per weight, at load."""
@@ -60,8 +76,7 @@ class ReferenceOps:
         Returns:
             Like `x`.
         """
-        y = x.float()
-        return (y * (y * y).mean(-1, keepdim=True).add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
+        return self._by_token(x, lambda x: _rms_norm(x, weight, eps))
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """LayerNorm over the last axis, in fp32.
@@ -75,7 +90,9 @@ class ReferenceOps:
         Returns:
             Like `x`.
         """
-        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
+        return self._by_token(
+            x, lambda x: F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
+        )
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """`x · Wᵀ + b`, the weight dequantized block by block of output rows.
@@ -93,7 +110,8 @@ class ReferenceOps:
         y = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
         for start in range(0, outputs, step):
             stop = min(start + step, outputs)
-            y[:, start:stop] = x @ weight.rows(start, stop).to(x.dtype).t()
+            block = weight.rows(start, stop).to(x.dtype).t()
+            y[:, start:stop] = self._by_token(x, partial(torch.matmul, other=block))
         return y if bias is None else y.add_(bias)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -112,44 +130,30 @@ class ReferenceOps:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
     def attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, *, scale: float
     ) -> Tensor:
-        """Causal attention of the last tokens of a sequence over all of it.
+        """Write new keys and values to the cache, in place, and attend to it causally.
 
-        Query heads that share a key-value head are consecutive (4 query heads on 2 key-value
-        heads: 0 and 1 read 0, 2 and 3 read 1). The mask is aligned to the end; for 2 queries
-        over 4 keys, and with a window of 2:
+        A token sees its own block of 32 in 16 bits (fp32 if that is the format) and every earlier
+        one as it is stored, however the tokens are cut into batches. Query heads that share a
+        key-value head are consecutive (4 query heads on 2 key-value heads: 0 and 1 read 0, 2 and 3
+        read 1). With a window of 2 and 1 sink, the queries at positions 2 and 3 see of 4 keys:
 
-            1 1 1 0        0 1 1 0
-            1 1 1 1        0 0 1 1
+            1 1 1 0
+            1 0 1 1
 
         Args:
             q: [tokens, heads, head_dim].
-            keys: [kv_heads, length, head_dim], the queries' own tokens included.
-            values: Like `keys`.
+            k: [tokens, kv_heads, head_dim].
+            v: Like `k`.
+            layer: The cache.
+            batch: Which token is whose, and where its predecessors are.
             scale: Multiplies the scores.
-            window: Keys each query sees at most, its own included; None is all.
 
         Returns:
             [tokens, heads, head_dim].
         """
-        tokens, heads, head_dim = q.shape
-        kv_heads, length, _ = keys.shape
-        if window is not None and length > window + tokens - 1:
-            length = window + tokens - 1
-            keys, values = keys[:, -length:], values[:, -length:]
-        grouped = q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        scores = grouped.reshape(kv_heads, -1, head_dim) @ keys.transpose(1, 2)
-        scores = scores.float().mul_(scale).view(kv_heads, -1, tokens, length)
-        if tokens > 1:
-            visible = torch.ones(tokens, length, dtype=torch.bool, device=q.device)
-            visible = visible.tril_(length - tokens)
-            if window is not None:
-                visible.triu_(length - tokens - window + 1)
-            scores.masked_fill_(~visible, float("-inf"))
-        weights = scores.softmax(-1).to(values.dtype).view(kv_heads, -1, length)
-        mixed = (weights @ values).view(kv_heads, -1, tokens, head_dim)
-        return mixed.permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
+        return paged_attention(q, k, v, layer, batch, scale=scale, one_by_one=self.deterministic)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """The MLP's nonlinearity.
@@ -162,10 +166,11 @@ class ReferenceOps:
             Like `x`.
         """
         if kind == "silu":
-            return F.silu(x)
+            return self._by_token(x, F.silu)
         if kind == "relu":
             return F.relu(x)
-        return F.gelu(x, approximate="none" if kind == "gelu" else "tanh")
+        approximate = "none" if kind == "gelu" else "tanh"
+        return self._by_token(x, lambda x: F.gelu(x, approximate=approximate))
 
     def gated_activation(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         """`activation(gate) · up` ("GLU variants", arXiv 2002.05202).
@@ -191,3 +196,14 @@ class ReferenceOps:
             fp32 [tokens, vocab].
         """
         return self.linear(x, head, None).float()
+
+    def _by_token(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a function that treats tokens alike, each by itself if that is asked for."""
+        if not self.deterministic or len(x) == 1:
+            return function(x)
+        return torch.cat([function(x[i : i + 1]) for i in range(len(x))])
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.float()
+    return (y * (y * y).mean(-1, keepdim=True).add_(eps).rsqrt_()).mul_(weight).to(x.dtype)

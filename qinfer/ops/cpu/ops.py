@@ -1,4 +1,4 @@
-"""The operations on a CPU: the reference ones, with compiled kernels under the linear layers."""
+"""The operations on a CPU: compiled kernels, and the reference operations where there are none."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from qinfer.ops.cpu import kernels
 from qinfer.ops.cpu.kernels import NativeWeight, native
+from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.weights import Weight
 
 _FEW_TOKENS = 4
-"""Up to here nothing but the linear layers is worth more than one thread."""
+"""Up to here what torch does is not worth more than one thread."""
 
 
 class CPUOps(ReferenceOps):
     """Activations in fp32 as in the reference; sums differ in their order only.
 
-    That order is the same for one token as for many: a token's result does not depend on which
-    others are computed with it.
+    In the kernels that order is the same for one token as for many: a token's result does not
+    depend on which others are computed with it, nor on the number of threads. What they do not
+    cover is computed token by token, so that this stays true.
     """
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), torch.float32)
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self._kernels = kernels.library()
         self._threads = torch.get_num_threads()
+        super().__init__(
+            torch.device("cpu"),
+            torch.float32,
+            deterministic=deterministic or self._kernels is not None,
+        )
 
     @contextmanager
     def forward_pass(self, tokens: int) -> Iterator[None]:
@@ -34,7 +42,7 @@ class CPUOps(ReferenceOps):
         Between two of torch's parallel regions its threads spin for work, on the cores that the
         kernels' own threads need: decoding would be two to three times slower.
         """
-        if tokens > _FEW_TOKENS:
+        if tokens > _FEW_TOKENS and self._kernels is None:
             yield
             return
         torch.set_num_threads(1)
@@ -47,9 +55,49 @@ class CPUOps(ReferenceOps):
         """Describe a weight to the kernels; it stays mapped."""
         return native(weight)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `ReferenceOps.rms_norm`."""
+        if self._kernels is None:
+            return super().rms_norm(x, weight, eps)
+        return kernels.rms_norm(self._kernels, x, weight, eps, threads=self._threads)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """See `ReferenceOps.layer_norm`."""
+        if self._kernels is None:
+            return super().layer_norm(x, weight, bias, eps)
+        return kernels.layer_norm(self._kernels, x, weight, bias, eps, threads=self._threads)
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """See `ReferenceOps.linear`."""
         if not isinstance(weight, NativeWeight):
             return super().linear(x, weight, bias)
         y = weight.linear(x, self._threads)
         return y if bias is None else y.add_(bias)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `ReferenceOps.rotary`."""
+        if self._kernels is None:
+            return super().rotary(x, cos, sin)
+        return kernels.rotary(self._kernels, x, cos, sin)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, *, scale: float
+    ) -> Tensor:
+        """See `ReferenceOps.attention`."""
+        if self._kernels is None or not kernels.takes_attention(q, k, layer):
+            return super().attention(q, k, v, layer, batch, scale=scale)
+        return kernels.attention(
+            self._kernels, q, k, v, layer, batch, scale=scale, threads=self._threads
+        )
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        """See `ReferenceOps.activation`."""
+        if self._kernels is None:
+            return super().activation(x, kind)
+        return kernels.activate(self._kernels, x, None, kind, threads=self._threads)
+
+    def gated_activation(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        """See `ReferenceOps.gated_activation`."""
+        if self._kernels is None:
+            return super().gated_activation(gate, up, kind)
+        return kernels.activate(self._kernels, gate, up, kind, threads=self._threads)

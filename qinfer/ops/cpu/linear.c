@@ -3,14 +3,13 @@
  * Activations, sums and results are fp32, so these differ from the reference operations only in the
  * order of addition. A row of the result is computed by one thread in one order: it depends neither
  * on the number of threads nor on the other rows. Plain C11, and AVX2 variants chosen at run time.
- * Called through ctypes: no Python API here.
+ * Called through ctypes: no Python API in this directory's C.
  */
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
+#include "half.h"
+#include "pool.h"
+
 #include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
 #if defined(__GNUC__) && defined(__x86_64__) && !defined(QINFER_PLAIN) /* to test without */
 #include <immintrin.h>
@@ -33,32 +32,6 @@ typedef struct {
     const float *absmax;   /* NF4: [rows * columns / group] */
     const float *code;     /* NF4: [16] */
 } weight;
-
-static inline float from_bf16(uint16_t bits)
-{
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
-static inline float from_fp16(uint16_t bits)
-{
-    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff, wide;
-    float value;
-    if (rest >= 0x0400 && rest < 0x7c00) {
-        wide = sign | ((rest << 13) + 0x38000000);
-        memcpy(&value, &wide, sizeof value);
-        return value;
-    }
-    if (rest < 0x0400) { /* subnormal: a multiple of 2^-24 */
-        value = (float)rest * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    wide = sign | 0x7f800000 | (rest & 0x3ff) << 13;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
 
 static inline float scale_at(const weight *w, int64_t i, int kind)
 {
@@ -374,8 +347,7 @@ static rows_function rows_of(int32_t kind)
     return rows_by_kind[kind];
 }
 
-/* One call's work, cut into chunks of rows that threads take as they get to them: a thread that the
- * system has put aside delays no more than the chunk it holds. */
+/* One call's work, shared out in chunks of rows. */
 typedef struct {
     const weight *w;
     const float *x;
@@ -383,127 +355,11 @@ typedef struct {
     int64_t tokens;
 } job;
 
-static void run_chunk(const job *j, int64_t chunk)
+static void run_chunk(const void *work, int64_t chunk)
 {
+    const job *j = work;
     int64_t begin = chunk * CHUNK_ROWS, end = begin + CHUNK_ROWS;
     rows_of(j->w->kind)(j->w, begin, end < j->w->rows ? end : j->w->rows, j->x, j->tokens, j->out);
-}
-
-/* The pool. `next` holds the number of the job in its upper half and the next chunk in its lower one,
- * so that a thread that comes late cannot take a chunk of a job it does not know; while a job is being
- * replaced it holds CLOSED. */
-enum { MAX_WORKERS = 255, SPINS = 10000 };
-#define CLOSED UINT32_MAX
-
-static struct {
-    pthread_mutex_t entry; /* one job at a time */
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
-    int workers;
-    job current;
-    _Atomic int sleepers;
-    _Atomic uint32_t turn;
-    _Atomic uint64_t next;
-    _Atomic int64_t chunks, finished;
-} pool = {
-    .entry = PTHREAD_MUTEX_INITIALIZER,
-    .lock = PTHREAD_MUTEX_INITIALIZER,
-    .wake = PTHREAD_COND_INITIALIZER,
-};
-
-static inline void relax(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static void take_chunks(uint32_t turn)
-{
-    uint64_t seen = atomic_load(&pool.next);
-    while ((uint32_t)(seen >> 32) == turn && (uint32_t)seen != CLOSED &&
-           (int64_t)(uint32_t)seen < atomic_load(&pool.chunks))
-        if (atomic_compare_exchange_weak(&pool.next, &seen, seen + 1)) {
-            run_chunk(&pool.current, (int64_t)(uint32_t)seen);
-            atomic_fetch_add(&pool.finished, 1);
-            seen = atomic_load(&pool.next);
-        }
-}
-
-static void *work(void *argument)
-{
-    uint32_t done = (uint32_t)(uintptr_t)argument;
-    for (;;) {
-        for (int i = 0; i < SPINS && atomic_load(&pool.turn) == done; i++)
-            relax();
-        if (atomic_load(&pool.turn) == done) {
-            pthread_mutex_lock(&pool.lock);
-            atomic_fetch_add(&pool.sleepers, 1);
-            while (atomic_load(&pool.turn) == done)
-                pthread_cond_wait(&pool.wake, &pool.lock);
-            atomic_fetch_sub(&pool.sleepers, 1);
-            pthread_mutex_unlock(&pool.lock);
-        }
-        done = atomic_load(&pool.turn);
-        take_chunks(done);
-    }
-    return NULL;
-}
-
-static void grow_pool(int workers)
-{
-    while (pool.workers < workers && pool.workers < MAX_WORKERS) {
-        pthread_t thread;
-        void *turn = (void *)(uintptr_t)atomic_load(&pool.turn);
-        if (pthread_create(&thread, NULL, work, turn))
-            return; /* fewer threads do the same work */
-        pthread_detach(thread);
-        pool.workers++;
-    }
-}
-
-/* A fork waits for the job that another thread runs; the child has none of its parent's threads. */
-static void before_fork(void) { pthread_mutex_lock(&pool.entry); }
-static void after_fork(void) { pthread_mutex_unlock(&pool.entry); }
-static void in_child(void)
-{
-    pool.workers = 0;
-    atomic_store(&pool.sleepers, 0);
-    pthread_mutex_init(&pool.lock, NULL);
-    pthread_cond_init(&pool.wake, NULL);
-    pthread_mutex_unlock(&pool.entry);
-}
-
-static void prepare_for_forks(void) { pthread_atfork(before_fork, after_fork, in_child); }
-
-static void run(const job *j, int threads)
-{
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    int64_t chunks = (j->w->rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
-    pthread_once(&once, prepare_for_forks);
-    pthread_mutex_lock(&pool.entry);
-    grow_pool(threads - 1);
-    uint32_t turn = atomic_load(&pool.turn) + 1;
-    atomic_store(&pool.next, (uint64_t)turn << 32 | CLOSED);
-    pool.current = *j;
-    atomic_store(&pool.chunks, chunks);
-    atomic_store(&pool.finished, 0);
-    atomic_store(&pool.next, (uint64_t)turn << 32);
-    atomic_store(&pool.turn, turn);
-    if (atomic_load(&pool.sleepers)) {
-        pthread_mutex_lock(&pool.lock);
-        pthread_cond_broadcast(&pool.wake);
-        pthread_mutex_unlock(&pool.lock);
-    }
-    take_chunks(turn);
-    for (int i = 0; atomic_load(&pool.finished) < chunks; i++)
-        if (i < SPINS)
-            relax();
-        else
-            sched_yield();
-    pthread_mutex_unlock(&pool.entry);
 }
 
 /* out[t][n] = sum over k of x[t][k] * w[n][k]; out is [tokens, rows]. Returns 0 if out of memory. */
@@ -518,7 +374,7 @@ int qinfer_linear(const weight *w, const float *x, int64_t tokens, float *out, i
             split_pairs(split + t * w->columns, x + t * w->columns, w->columns);
     }
     job j = {.w = w, .x = split ? split : x, .out = out, .tokens = tokens};
-    run(&j, threads);
+    qinfer_parallel(run_chunk, &j, (w->rows + CHUNK_ROWS - 1) / CHUNK_ROWS, threads);
     free(split);
     return 1;
 }

@@ -1,0 +1,378 @@
+/* Attention over the paged key-value cache, read where it lies, and the writing of new tokens to it.
+ *
+ * A token sees its own block of 32 tokens in 16 bits (in fp32 where that is the format) and every
+ * earlier block as it is stored. A query goes through the blocks in the order of their positions with
+ * one float order, whatever is computed beside it: the result is the same for a token alone and in any
+ * chunk or batch, and for any number of threads.
+ */
+#include "pool.h"
+#include "variants.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { BLOCK = 32, MAX_HEAD_DIM = 256, MAX_ROWS = 48, FEW_FLOATS = 1 << 15 };
+
+/* The keys or the values of a layer, [blocks, kv_heads, …] as in qinfer/quant/kv.py; must match `_Side`
+ * in kernels.py. */
+typedef struct {
+    int32_t bits;     /* 32, 16, 8 or 4 */
+    int32_t is_keys;  /* channels before tokens */
+    int64_t head_dim;
+    int64_t group;    /* channels a scale, of 4-bit values */
+    void *data;
+    uint16_t *scale, *minimum;
+    uint16_t *open;   /* [slots, kv_heads, …]: the last block of each sequence, if bits < 16 */
+} side;
+
+/* One call; must match `_Attention` in kernels.py. Tokens of a segment follow each other. */
+typedef struct {
+    side keys, values;
+    int64_t heads, kv_heads, head_dim;
+    int64_t window; /* tokens a query sees, itself included; 0 is all */
+    int64_t sinks;  /* first tokens seen beside the window */
+    float scale;
+    int32_t threads;
+    const float *q, *k, *v; /* [tokens, heads or kv_heads, head_dim] */
+    float *out;             /* like q */
+    int64_t segments;
+    const int64_t *starts;  /* [segments]: positions */
+    const int64_t *offsets; /* [segments + 1]: into the tokens */
+    const int32_t *tables;  /* [segments, table_width]: a block's number by position / BLOCK */
+    int64_t table_width;
+    const int32_t *slots;   /* [segments] */
+} call;
+
+typedef struct {
+    const call *c;
+    int64_t group_heads, head_dim, padded;
+    const int64_t *block_ends; /* [segments]: running count of the segments' query blocks */
+} work;
+
+/* One block as a query block sees it. */
+typedef struct {
+    const float *keys, *values;
+    int64_t first_position, count;
+} tile;
+
+/* Some queries of one head group on their way through the blocks: row r is head r % group_heads of
+ * token r / group_heads. */
+typedef struct {
+    int64_t rows, first_position;
+    float queries[MAX_ROWS * MAX_HEAD_DIM], mixed[MAX_ROWS * MAX_HEAD_DIM];
+    float most[MAX_ROWS], total[MAX_ROWS];
+} state;
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Hide the tokens that the query at `position` does not see. */
+static void mask(const work *w, const tile *b, int64_t position, float *scores)
+{
+    const call *c = w->c;
+    const int64_t first = b->first_position, oldest = c->window ? position - c->window + 1 : 0;
+    for (int64_t j = 0; j < BLOCK; j++)
+        scores[j] *= c->scale;
+    if (position >= first + BLOCK - 1 && oldest <= first)
+        return;
+    for (int64_t j = 0; j < BLOCK; j++) {
+        const int64_t at = first + j;
+        if (at > position || (at < oldest && at >= c->sinks))
+            scores[j] = -INFINITY;
+    }
+}
+
+#define VARIANT(name) name##_plain
+#include "vectors.h"
+#include "attention_tiles.h"
+#undef VARIANT
+
+#ifdef HAVE_AVX2_VARIANTS
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define VARIANT(name) name##_avx2
+#define VARIANT_IS_AVX2
+#include "vectors.h"
+#include "attention_tiles.h"
+#undef VARIANT_IS_AVX2
+#undef VARIANT
+#pragma GCC pop_options
+#define CHOOSE(name) (has_avx2() ? name##_avx2 : name##_plain)
+#else
+#define CHOOSE(name) name##_plain
+#endif
+
+/* A token's element c lies at this place of a block. */
+static inline int64_t place(const side *s, int64_t token, int64_t c)
+{
+    return s->is_keys ? c * BLOCK + token : token * s->head_dim + c;
+}
+
+/* A segment's tokens on one head: the new ones as they were computed, [tokens][stride]. */
+typedef struct {
+    const float *new;
+    int64_t stride, start, end; /* positions of the new ones */
+    const uint16_t *open;       /* the block that holds the first of them, if it is kept apart */
+} source;
+
+/* A token's values in 16 bits, from the block that is open or from the new ones. */
+static inline float half_at(const side *s, const source *from, int64_t position, int64_t c)
+{
+    if (position < from->start)
+        return from_fp16(from->open[place(s, position % BLOCK, c)]);
+    return from_fp16(to_fp16(from->new[(position - from->start) * from->stride + c]));
+}
+
+/* Fill a tile with a block that is not stored yet, in 16 bits. */
+static void load_open(const side *s, const source *from, int64_t first, int64_t count, int64_t padded,
+                      float *to)
+{
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t c = 0; c < s->head_dim; c++)
+            to[s->is_keys ? c * BLOCK + j : j * padded + c] = half_at(s, from, first + j, c);
+}
+
+static void write_rows(const side *s, const source *from, int64_t at, int64_t first, int64_t end)
+{
+    const int64_t base = at * BLOCK * s->head_dim;
+    for (int64_t p = first; p < end; p++)
+        for (int64_t c = 0; c < s->head_dim; c++) {
+            const float x = from->new[(p - from->start) * from->stride + c];
+            const int64_t to = base + place(s, p % BLOCK, c);
+            if (s->bits == 32)
+                ((float *)s->data)[to] = x;
+            else
+                ((uint16_t *)(s->bits == 16 ? s->data : s->open))[to] = to_fp16(x);
+        }
+}
+
+static inline int32_t rounded(float x, int32_t low, int32_t high)
+{
+    const float shifted = x < (float)low ? (float)low : x > (float)high ? (float)high : x;
+    return (int32_t)((shifted + 0x1.8p23f) - 0x1.8p23f); /* to the nearest, ties to even */
+}
+
+/* Quantize a whole block at 8 bits: a scale per token. */
+static void seal_int8(const side *s, const source *from, int64_t at, int64_t first)
+{
+    int8_t *codes = (int8_t *)s->data + at * BLOCK * s->head_dim;
+    for (int64_t j = 0; j < BLOCK; j++) {
+        float most = 0;
+        for (int64_t c = 0; c < s->head_dim; c++) {
+            const float x = fabsf(half_at(s, from, first + j, c));
+            most = x > most ? x : most;
+        }
+        const uint16_t half = to_fp16(most / 127);
+        const float scale = from_fp16(half);
+        s->scale[at * BLOCK + j] = half;
+        for (int64_t c = 0; c < s->head_dim; c++)
+            codes[place(s, j, c)] =
+                (int8_t)(scale > 0 ? rounded(half_at(s, from, first + j, c) / scale, -127, 127) : 0);
+    }
+}
+
+/* Quantize `size` values at 4 bits: the code of value i is in byte i % (size / 2), the first half of
+ * the values in the lower nibbles. */
+static void quantize_int4(const float *x, int64_t size, uint8_t *codes, uint16_t *scale,
+                          uint16_t *minimum)
+{
+    float low = x[0], high = x[0];
+    for (int64_t i = 1; i < size; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    *scale = to_fp16((high - low) / 15);
+    *minimum = to_fp16(low);
+    const float s = from_fp16(*scale), m = from_fp16(*minimum);
+    for (int64_t i = 0; i < size / 2; i++) {
+        const int32_t a = s > 0 ? rounded((x[i] - m) / s, 0, 15) : 0;
+        const int32_t b = s > 0 ? rounded((x[size / 2 + i] - m) / s, 0, 15) : 0;
+        codes[i] = (uint8_t)(a | b << 4);
+    }
+}
+
+/* Quantize a whole block at 4 bits: keys per channel, values in groups of channels of a token. */
+static void seal_int4(const side *s, const source *from, int64_t at, int64_t first)
+{
+    float x[MAX_HEAD_DIM];
+    const int64_t size = s->is_keys ? BLOCK : s->group;
+    const int64_t outer = s->is_keys ? s->head_dim : BLOCK, groups = s->is_keys ? 1 : s->head_dim / size;
+    for (int64_t o = 0; o < outer; o++)
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t to = (at * outer + o) * groups + g;
+            for (int64_t i = 0; i < size; i++)
+                x[i] = s->is_keys ? half_at(s, from, first + i, o)
+                                  : half_at(s, from, first + o, g * size + i);
+            quantize_int4(x, size, (uint8_t *)s->data + to * size / 2, s->scale + to, s->minimum + to);
+        }
+}
+
+static source source_of(const call *c, const side *s, int64_t segment, int64_t head)
+{
+    const float *new = s->is_keys ? c->k : c->v;
+    const int64_t at = c->slots[segment] * c->kv_heads + head, stride = c->kv_heads * c->head_dim;
+    return (source){
+        .new = new + c->offsets[segment] * stride + head * c->head_dim,
+        .stride = stride,
+        .start = c->starts[segment],
+        .end = c->starts[segment] + c->offsets[segment + 1] - c->offsets[segment],
+        .open = s->bits < 16 ? s->open + at * BLOCK * c->head_dim : NULL,
+    };
+}
+
+static int64_t block_at(const call *c, int64_t segment, int64_t head, int64_t block)
+{
+    return c->tables[segment * c->table_width + block] * c->kv_heads + head;
+}
+
+/* Before attention: write tokens where blocks are stored as they are, quantize those that fill. */
+static void store_side(const call *c, const side *s, int64_t segment, int64_t head)
+{
+    const source from = source_of(c, s, segment, head);
+    for (int64_t first = from.start / BLOCK * BLOCK; first < from.end; first += BLOCK) {
+        const int64_t at = block_at(c, segment, head, first / BLOCK), end = first + BLOCK;
+        if (s->bits >= 16)
+            write_rows(s, &from, at, larger(first, from.start), smaller(end, from.end));
+        else if (end <= from.end)
+            s->bits == 8 ? seal_int8(s, &from, at, first) : seal_int4(s, &from, at, first);
+    }
+}
+
+/* After attention: keep the rest that fills no block. */
+static void keep_open(const call *c, const side *s, int64_t segment, int64_t head)
+{
+    const source from = source_of(c, s, segment, head);
+    const int64_t at = c->slots[segment] * c->kv_heads + head;
+    if (s->bits < 16)
+        write_rows(s, &from, at, larger(from.end / BLOCK * BLOCK, from.start), from.end);
+}
+
+static void store_pass(const void *argument, int64_t i)
+{
+    const call *c = ((const work *)argument)->c;
+    store_side(c, &c->keys, i / c->kv_heads, i % c->kv_heads);
+    store_side(c, &c->values, i / c->kv_heads, i % c->kv_heads);
+}
+
+static void keep_pass(const void *argument, int64_t i)
+{
+    const call *c = ((const work *)argument)->c;
+    keep_open(c, &c->keys, i / c->kv_heads, i % c->kv_heads);
+    keep_open(c, &c->values, i / c->kv_heads, i % c->kv_heads);
+}
+
+/* Some tokens of one segment that lie in one block, and the head group that looks. */
+typedef struct {
+    int64_t segment, head, first, end, own; /* positions; `own` is the block's first */
+} query;
+
+static void load_tile(const work *w, const query *p, int64_t first, float *keys, float *values, tile *b)
+{
+    const call *c = w->c;
+    const int64_t at = block_at(c, p->segment, p->head, first / BLOCK);
+    *b = (tile){keys, values, first, first == p->own ? p->end - first : BLOCK};
+    if (first == p->own && c->keys.bits < 16) {
+        const source from = source_of(c, &c->keys, p->segment, p->head);
+        load_open(&c->keys, &from, first, b->count, w->padded, keys);
+    } else {
+        CHOOSE(load_keys)(&c->keys, at, w->head_dim, keys);
+    }
+    if (first == p->own && c->values.bits < 16) {
+        const source from = source_of(c, &c->values, p->segment, p->head);
+        load_open(&c->values, &from, first, b->count, w->padded, values);
+    } else {
+        CHOOSE(load_values)(&c->values, at, b->count, w->padded, values);
+    }
+}
+
+static void begin(const work *w, const query *p, state *t)
+{
+    const call *c = w->c;
+    t->rows = (p->end - p->first) * w->group_heads;
+    t->first_position = p->first;
+    memset(t->mixed, 0, (size_t)(t->rows * w->padded) * sizeof(float));
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t token = c->offsets[p->segment] + p->first - c->starts[p->segment];
+        const int64_t head = (token + r / w->group_heads) * c->heads + p->head * w->group_heads;
+        memcpy(t->queries + r * w->head_dim, c->q + (head + r % w->group_heads) * w->head_dim,
+               (size_t)w->head_dim * sizeof(float));
+        t->most[r] = -INFINITY;
+        t->total[r] = 0;
+    }
+}
+
+static void finish(const work *w, const query *p, const state *t)
+{
+    const call *c = w->c;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t token = c->offsets[p->segment] + p->first - c->starts[p->segment];
+        const int64_t head = (token + r / w->group_heads) * c->heads + p->head * w->group_heads;
+        float *out = c->out + (head + r % w->group_heads) * w->head_dim;
+        for (int64_t i = 0; i < w->head_dim; i++)
+            out[i] = t->mixed[r * w->padded + i] / t->total[r];
+    }
+}
+
+static void attend_query(const work *w, const query *p)
+{
+    const call *c = w->c;
+    float keys[BLOCK * MAX_HEAD_DIM], values[BLOCK * MAX_HEAD_DIM];
+    state t;
+    tile b;
+    const int64_t oldest = c->window ? larger(0, p->first - c->window + 1) : 0;
+    memset(values, 0, (size_t)(BLOCK * w->padded) * sizeof *values); /* the channels that pad */
+    begin(w, p, &t);
+    for (int64_t first = 0; first <= p->own; first += BLOCK) {
+        if (first >= c->sinks && first + BLOCK <= oldest)
+            continue;
+        load_tile(w, p, first, keys, values, &b);
+        CHOOSE(attend)(w, &t, &b);
+    }
+    finish(w, p, &t);
+}
+
+static void attend_pass(const void *argument, int64_t i)
+{
+    const work *w = argument;
+    const call *c = w->c;
+    const int64_t block = i / c->kv_heads;
+    int64_t segment = 0;
+    while (w->block_ends[segment] <= block)
+        segment++;
+    const int64_t start = c->starts[segment];
+    const int64_t end = start + c->offsets[segment + 1] - c->offsets[segment];
+    const int64_t within = block - (segment ? w->block_ends[segment - 1] : 0);
+    const int64_t own = (start / BLOCK + within) * BLOCK, stop = smaller(own + BLOCK, end);
+    const int64_t step = larger(1, MAX_ROWS / w->group_heads);
+    for (int64_t first = larger(own, start); first < stop; first += step) {
+        const query p = {segment, i % c->kv_heads, first, smaller(first + step, stop), own};
+        attend_query(w, &p);
+    }
+}
+
+/* Write the tokens' keys and values to the cache, and let their queries attend to it. Returns 0 if out of
+ * memory. head_dim is at most MAX_HEAD_DIM, heads / kv_heads at most MAX_ROWS. */
+int qinfer_attention(const call *c)
+{
+    int64_t *block_ends = malloc((size_t)c->segments * sizeof *block_ends), blocks = 0;
+    if (!block_ends)
+        return 0;
+    for (int64_t s = 0; s < c->segments; s++) {
+        const int64_t start = c->starts[s], end = start + c->offsets[s + 1] - c->offsets[s];
+        blocks += (end - 1) / BLOCK - start / BLOCK + 1;
+        block_ends[s] = blocks;
+    }
+    const work w = {.c = c,
+                    .group_heads = c->heads / c->kv_heads,
+                    .head_dim = c->head_dim,
+                    .padded = (c->head_dim + 31) / 32 * 32,
+                    .block_ends = block_ends};
+    const int64_t floats = c->offsets[c->segments] * c->kv_heads * c->head_dim;
+    const int storers = floats < FEW_FLOATS ? 1 : c->threads;
+    qinfer_parallel(store_pass, &w, c->segments * c->kv_heads, storers);
+    qinfer_parallel(attend_pass, &w, blocks * c->kv_heads, c->threads);
+    if (c->keys.bits < 16 || c->values.bits < 16)
+        qinfer_parallel(keep_pass, &w, c->segments * c->kv_heads, storers);
+    free(block_ends);
+    return 1;
+}

@@ -1,0 +1,106 @@
+/* Vectors of 8 floats in the compiler's own notation, and what it has no notation for.
+ *
+ * Code over them is a file of its own that is included twice, plain and for AVX2 (see variants.h), with
+ * VARIANT(name) naming its functions and this file included before it. Every operation works lane by
+ * lane, so an element's result does not depend on its neighbours or its place in a vector.
+ */
+#ifdef VARIANT
+
+INLINE v8 VARIANT(load)(const float *p)
+{
+    v8 x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE void VARIANT(store)(float *p, v8 x) { memcpy(p, &x, sizeof x); }
+
+INLINE v8 VARIANT(splat)(float x) { return (v8){x, x, x, x, x, x, x, x}; }
+
+/* a * b + c */
+INLINE v8 VARIANT(madd)(v8 a, v8 b, v8 c)
+{
+#ifdef VARIANT_IS_AVX2
+    return (v8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE v8 VARIANT(load_fp16)(const uint16_t *p)
+{
+#ifdef VARIANT_IS_AVX2
+    return (v8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    v8 x;
+    for (int j = 0; j < 8; j++)
+        x[j] = from_fp16(p[j]);
+    return x;
+#endif
+}
+
+INLINE v8 VARIANT(load_int8)(const int8_t *p)
+{
+#ifdef VARIANT_IS_AVX2
+    return (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    v8 x;
+    for (int j = 0; j < 8; j++)
+        x[j] = (float)p[j];
+    return x;
+#endif
+}
+
+/* The lower or upper nibbles of 8 bytes. */
+INLINE v8 VARIANT(load_nibbles)(const uint8_t *p, int upper)
+{
+#ifdef VARIANT_IS_AVX2
+    __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    return (v8)_mm256_cvtepi32_ps(upper ? _mm256_srli_epi32(bytes, 4)
+                                        : _mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+#else
+    v8 x;
+    for (int j = 0; j < 8; j++)
+        x[j] = (float)(upper ? p[j] >> 4 : p[j] & 15);
+    return x;
+#endif
+}
+
+INLINE v8 VARIANT(select)(v8i mask, v8 a, v8 b) { return (v8)((mask & (v8i)a) | (~mask & (v8i)b)); }
+
+INLINE v8 VARIANT(max)(v8 a, v8 b) { return VARIANT(select)(a > b, a, b); }
+
+/* The largest and the sum of the lanes, the sum always in this order. */
+INLINE float VARIANT(largest)(v8 x)
+{
+    float most = x[0];
+    for (int j = 1; j < 8; j++)
+        most = x[j] > most ? x[j] : most;
+    return most;
+}
+
+INLINE float VARIANT(sum)(v8 x)
+{
+    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+
+/* e^x to 2 units in the last place; 0 below -87, where results leave the normal range. 2^n · e^r with
+ * |r| <= ln 2 / 2, ln 2 in two parts so that r is exact, and the series of e^r to the 7th power. */
+INLINE v8 VARIANT(exp)(v8 x)
+{
+    const v8 low = VARIANT(splat)(-87), high = VARIANT(splat)(88), shift = VARIANT(splat)(0x1.8p23f);
+    const v8i vanishes = x < low;
+    x = VARIANT(select)(x > high, high, VARIANT(select)(vanishes, low, x));
+    v8 n = VARIANT(madd)(x, VARIANT(splat)(0x1.715476p+0f), shift);
+    const v8i exponent = ((v8i)n - (v8i)shift + 127) << 23;
+    n -= shift;
+    v8 r = VARIANT(madd)(n, VARIANT(splat)(-0x1.62e4p-1f), x);
+    r = VARIANT(madd)(n, VARIANT(splat)(-0x1.7f7d1cp-20f), r);
+    v8 y = VARIANT(splat)(1.f / 5040);
+    static const float terms[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1, 1};
+    for (int i = 0; i < 7; i++)
+        y = VARIANT(madd)(y, r, VARIANT(splat)(terms[i]));
+    return VARIANT(select)(vanishes, VARIANT(splat)(0), y * (v8)exponent);
+}
+
+#endif

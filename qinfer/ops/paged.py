@@ -1,0 +1,96 @@
+"""What attention reads: a step's tokens, and where the cache keeps those before them.
+
+A batch is a flat list of tokens of several sequences. Each sequence has a segment of it, tokens
+that follow one another, and a table of the blocks that hold its keys and values. There is no
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qinfer.quant.kv import KVSide
+
+
+@dataclass(slots=True)
+class KVLayer:
+    """The cache of one layer.
+
+    Attributes:
+        keys: Of all blocks.
+        values: Of all blocks.
+        group: Which of a batch's block tables is this layer's.
+        window: Tokens a query sees, its own included; None is all.
+        sinks: First tokens of the sequence that it sees beside the window.
+    """
+
+    keys: KVSide
+    values: KVSide
+    group: int = 0
+    window: int | None = None
+    sinks: int = 0
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tokens of one forward pass, segment after segment.
+
+    Attributes:
+        ids: int64 [tokens].
+        positions: int64 [tokens].
+        starts: int64 [segments]: position of each segment's first token.
+        offsets: int64 [segments + 1]: where each begins in the tokens.
+        tables: Per group of layers int32 [segments, width]: the number of the block that holds
+            positions `32 · i` and up; what no query sees any more is anything.
+        slots: int32 [segments]: each sequence's open block.
+        last_position: The largest position.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    starts: Tensor
+    offsets: Tensor
+    tables: tuple[Tensor, ...]
+    slots: Tensor
+    last_position: int
+
+    @classmethod
+    def of(
+        cls,
+        segments: Sequence[tuple[Sequence[int], int]],
+        tables: Sequence[Sequence[Sequence[int]]],
+        slots: Sequence[int],
+        device: torch.device,
+    ) -> Batch:
+        """Lay segments side by side.
+
+        Args:
+            segments: Token ids and the position of the first, one pair per sequence.
+            tables: Per group of layers, each segment's blocks.
+            slots: Per segment.
+            device: Where the model is.
+        """
+        ids = [token for tokens, _ in segments for token in tokens]
+        positions = [start + i for tokens, start in segments for i in range(len(tokens))]
+        offsets = [0]
+        for tokens, _ in segments:
+            offsets.append(offsets[-1] + len(tokens))
+        return cls(
+            ids=torch.tensor(ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            starts=torch.tensor([start for _, start in segments]),
+            offsets=torch.tensor(offsets),
+            tables=tuple(_rectangle(rows) for rows in tables),
+            slots=torch.tensor(slots, dtype=torch.int32),
+            last_position=max(positions),
+        )
+
+
+def _rectangle(rows: Sequence[Sequence[int]]) -> Tensor:
+    width = max(len(row) for row in rows)
+    padded = [[*row, *[0] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.int32)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qinfer.ops.cpu import kernels
@@ -177,16 +177,18 @@ def test_the_kernel_computes_and_stores_what_the_reference_does(bits, window, si
 
 
 @needs_kernels
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 130), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),
-    group=st.sampled_from([1, 2, 3, 5, 48]),
-    head_dim=st.sampled_from([2, 6, 8, 20, 32, 40, 64, 96, 128, 256]),
+    group=st.sampled_from([1, 2, 3, 5]),
+    head_dim=st.sampled_from([2, 6, 8, 20, 32, 40, 64, 96]),
     bits=st.tuples(*[st.sampled_from(KV_BITS)] * 2),
     reach=st.sampled_from(REACHES),
     seed=st.integers(0, 1000),
 )
+@example([40, 70], 1, 48, 8, (8, 8), (None, 0), 0)
+@example([40], 1, 1, 256, (4, 4), (33, 0), 0)
 def test_a_token_is_the_same_to_the_bit_in_any_company(
     lengths, kv_heads, group, head_dim, bits, reach, seed
 ):

@@ -151,6 +151,10 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
+        with self.decoder.ops.forward_pass(sum(chunk.tokens for chunk in chunks)):
+            return self._step(chunks)
+
+    def _step(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
         self._note_start(chunks)
         ready = [i for i, c in enumerate(chunks) if c.tokens == c.sequence.pending_tokens]
         try:

@@ -229,5 +229,4 @@ class Decoder:
         Returns:
             fp32 [tokens, vocab_size].
         """
-        with self.ops.forward_pass(len(hidden)):
-            return self.ops.logits(hidden, self.lm_head)
+        return self.ops.logits(hidden, self.lm_head)

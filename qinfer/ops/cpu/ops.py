@@ -45,11 +45,12 @@ class CPUOps(ReferenceOps):
         if tokens > _FEW_TOKENS and self._kernels is None:
             yield
             return
+        before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             yield
         finally:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(before)
 
     def prepare(self, weight: Weight) -> Weight:
         """Describe a weight to the kernels; it stays mapped."""

@@ -14,8 +14,9 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t v8i __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float v8 __attribute__((vector_size(32)));
+typedef int32_t v8i __attribute__((vector_size(32)));
+typedef float v8_in_memory __attribute__((vector_size(32), aligned(4), may_alias));
 
 static inline int has_avx2(void)
 {

@@ -6,14 +6,9 @@
  */
 #ifdef VARIANT
 
-INLINE v8 VARIANT(load)(const float *p)
-{
-    v8 x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
+INLINE v8 VARIANT(load)(const float *p) { return *(const v8_in_memory *)p; }
 
-INLINE void VARIANT(store)(float *p, v8 x) { memcpy(p, &x, sizeof x); }
+INLINE void VARIANT(store)(float *p, v8 x) { *(v8_in_memory *)p = x; }
 
 INLINE v8 VARIANT(splat)(float x) { return (v8){x, x, x, x, x, x, x, x}; }
 

@@ -29,14 +29,24 @@ def test_lines_are_numbered_and_blank_ones_left_out(tmp_path, suffix, end):
     assert read(path) == ([(1, b"a"), (3, b" b "), (5, b"c")], False)
 
 
+def pipe(path, content):
+    """A pipe with this content that is closed behind it."""
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=[content])
+    writer.start()
+    return writer
+
+
+@pytest.mark.parametrize("is_pipe", [False, True])
 @pytest.mark.parametrize(("length", "fits"), [(10, True), (11, False), (12, False), (40, False)])
 @pytest.mark.parametrize("end", [b"", b"\n", b"\nz\n"])
 def test_a_line_is_whole_up_to_the_bound_and_the_next_is_found(
-    tmp_path, monkeypatch, length, fits, end
+    tmp_path, monkeypatch, length, fits, end, is_pipe
 ):
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
     monkeypatch.setattr(lines, "_SKIPPED_BYTES", 7)
-    (tmp_path / "in.txt").write_bytes(b"x" * length + end)
+    write = pipe if is_pipe else Path.write_bytes
+    write(tmp_path / "in.txt", b"x" * length + end)
     found, _ = read(tmp_path / "in.txt")
     assert found[0] == (1, b"x" * length if fits else None)
     assert found[1:] == ([(2, b"z")] if b"z" in end else [])
@@ -99,16 +109,30 @@ def test_the_form_of_standard_input_is_that_of_its_first_line(monkeypatch, conte
     assert form is jsonl
 
 
-def test_a_pipe_is_read_as_it_comes(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-
-    def write():
-        (tmp_path / "pipe").write_bytes(b'{"prompt": "x"}\n')
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert read(tmp_path / "pipe") == ([(1, b'{"prompt": "x"}')], True)
+@pytest.mark.parametrize("name", ["pipe", "pipe.jsonl.gz"])
+def test_a_pipe_is_read_as_it_comes(tmp_path, name):
+    content = b'{"prompt": "x"}\n'
+    writer = pipe(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+    assert read(tmp_path / name) == ([(1, content[:-1])], True)
     writer.join()
+
+
+def test_a_pipe_says_whether_a_whole_line_is_there(monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        source = Input(Path("-"))
+        found = iter(source)
+        for written, ready in [(b"a", 0), (b"b\nc\nd", 2), (b"\n" + b"e" * 11 + b"\nz", 2)]:
+            os.write(writer, written)
+            for _ in range(ready):
+                assert source.is_ready()
+                next(found)
+            assert not source.is_ready()
+        os.close(writer)
+        assert source.is_ready()
+        assert [line.data for line in found] == [b"z"]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import select
 import stat
 import sys
 import zlib
@@ -64,8 +65,8 @@ class Input:
         if str(path) == "-":
             if sys.stdin is None:
                 raise QInferError("stdin is closed")
-            self._stream: BinaryIO = sys.stdin.buffer
             self._gzip = False
+            self._stream: BinaryIO | _Pipe = _standard_input()
         else:
             self._open(path)
 
@@ -102,8 +103,11 @@ class Input:
             self.fd, self.size_bytes = fd, status.st_size
             self._file = _Observed(fd, lambda end: self.before_read(end))
             buffered: BinaryIO = io.BufferedReader(self._file, _BUFFER_BYTES)
-        else:
+        elif self._gzip:
             buffered = io.BufferedReader(io.FileIO(fd, closefd=False))
+        else:
+            self._stream = _Pipe(fd)
+            return
         self._stream = (
             cast(BinaryIO, gzip.GzipFile(fileobj=buffered, mode="rb")) if self._gzip else buffered
         )
@@ -112,6 +116,16 @@ class Input:
     def position_bytes(self) -> int:
         """How much of `size_bytes` has been used."""
         return self._file.tell() if self._gzip and self._file else self._consumed_bytes
+
+    def is_ready(self) -> bool:
+        """Whether the next line is there, without waiting for who writes into a pipe.
+
+        Of compressed pipes this is not known, and True.
+        """
+        try:
+            return not isinstance(self._stream, _Pipe) or self._stream.is_ready(_limit_bytes())
+        except OSError:
+            return True  # for reading the line to fail
 
     def __enter__(self) -> Input:
         return self
@@ -127,7 +141,7 @@ class Input:
             QInferError: The input ends in an error, or is damaged gzip.
         """
         number = 0
-        while (data := self._readline(MAX_LINE_BYTES + 2)) != b"":
+        while (data := self._readline(_limit_bytes())) != b"":
             number += 1
             self._consumed_bytes += len(data)
             if number == 1:
@@ -158,6 +172,50 @@ class Input:
             ) from None
         except OSError as error:
             raise QInferError(f"{self.name} cannot be read: {error.strerror}") from None
+
+
+def _limit_bytes() -> int:
+    """How much is read to tell whether a line is too long: its end counts too."""
+    return MAX_LINE_BYTES + len(b"\r\n")
+
+
+def _standard_input() -> BinaryIO | _Pipe:
+    try:
+        return _Pipe(sys.stdin.fileno())
+    except io.UnsupportedOperation:  # replaced by something in memory
+        return sys.stdin.buffer
+
+
+class _Pipe:
+    """The lines of a pipe, terminal or the like, which can be asked whether one is there."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._data = bytearray()
+        self._ended = False
+
+    def readline(self, limit: int) -> bytes:
+        """Wait for a line; at the end of the pipe b""."""
+        while not self._has_line(limit):
+            self._read()
+        end = self._data.find(b"\n", 0, limit) + 1 or limit
+        line = bytes(self._data[:end])
+        del self._data[:end]
+        return line
+
+    def is_ready(self, limit: int) -> bool:
+        """Whether `readline` would return at once."""
+        while not self._has_line(limit) and select.select([self._fd], [], [], 0)[0]:
+            self._read()
+        return self._has_line(limit)
+
+    def _has_line(self, limit: int) -> bool:
+        return self._ended or len(self._data) >= limit or b"\n" in self._data
+
+    def _read(self) -> None:
+        data = os.read(self._fd, _BUFFER_BYTES)
+        self._data += data
+        self._ended = not data
 
 
 class _Observed(io.RawIOBase):

@@ -159,6 +159,12 @@ class TestHelp:
         ["generate", "m", "hi", "--threads", str(2**40)],
         ["generate", "m", "hi", "--ctx-size", "0"],
         ["generate", "m", "hi", "--device", "tpu"],
+        ["generate", "m", "hi", "--memory", "6 apples"],
+        ["generate", "m", "hi", "--kv-bits", "5"],
+        ["generate", "m", "hi", "--context-policy", "forget"],
+        ["generate", "m", "hi", "--batch-size", "2"],
+        ["generate", "m", "hi", "--ordered"],
+        ["generate", "m", "-i", "in.txt", "-o", "out.jsonl", "--batch-size", "0"],
         ["generate", "m", "hi", "--preset", "poet"],
         ["generate", "m", "hi", "--truncate-prompt", "right"],
         ["generate", "m", "hi", "--stop", ""],
@@ -174,7 +180,7 @@ class TestHelp:
     ids=" ".join,
 )
 def test_wrong_usage_exits_with_2_before_any_work(arguments, monkeypatch):
-    monkeypatch.setattr(generate_module, "_load", None)
+    monkeypatch.setattr(generate_module, "load_model", None)
     result = run(*arguments, code=2)
     assert result.stdout == ""
     assert re.match("Usage: ", result.stderr)
@@ -612,8 +618,8 @@ def test_what_is_no_model_is_an_error_that_says_what_to_name(
 
 def test_a_cache_larger_than_memory_is_an_error(directory):
     edit(directory / "config.json", max_position_embeddings=2**31 - 1)
-    result = run("generate", directory, "hi", "-n", 2**31 - 100, code=1)
-    assert_one_error(result, r"KV cache of [\d,]+ tokens needs [\d,.]+ GB", "--max-tokens")
+    result = run("generate", directory, "hi", "--ctx-size", 2**31 - 1, code=1)
+    assert_one_error(result, r"GB of KV cache for one sequence of 2,147,483,647", "--ctx-size")
 
 
 def test_a_context_larger_than_the_models_is_an_error(model):

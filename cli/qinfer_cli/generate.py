@@ -12,9 +12,14 @@ import click
 
 from qinfer.errors import PromptError
 from qinfer.sampling import SamplingParams, resolve_params
+from qinfer_cli.loading import load_model, warn
 from qinfer_cli.options import (
+    context_policy_option,
+    deterministic_option,
     device_option,
     json_option,
+    kv_options,
+    memory_option,
     quiet_option,
     sampling_options,
     threads_option,
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from qinfer.generation import Completion, LanguageModel
 
 _STARTING = ("resume", "retry_errors", "force")  # options about how a batch starts
+_OF_BATCHES = (*_STARTING, "ordered", "batch_size")
 
 
 @click.command()
@@ -57,6 +63,12 @@ _STARTING = ("resume", "retry_errors", "force")  # options about how a batch sta
     is_flag=True,
     help="Replace what -o holds; with --resume, continue although input or settings changed.",
 )
+@click.option("--ordered", is_flag=True, help="Results in the order of -i, not as they are done.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Most prompts of -i to run at once. Default: what memory allows.",
+)
 @click.option("--system-prompt", help="System message, for models with a chat template.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
 @click.option(
@@ -79,6 +91,10 @@ _STARTING = ("resume", "retry_errors", "force")  # options about how a batch sta
     type=click.Choice(["left"]),
     help="Cut a prompt that is too long for the context at its beginning.",
 )
+@context_policy_option
+@kv_options
+@memory_option
+@deterministic_option
 @device_option
 @threads_option
 @json_option
@@ -99,7 +115,7 @@ def generate(**options: Any) -> None:
     _check_batch_options(options, is_batch=prompt is None)
     if options["stop"] and "" in options["stop"]:
         raise click.UsageError("--stop must not be empty.")
-    model = _load(options)
+    model = load_model(options, max_sequences=options["batch_size"] if prompt is None else 1)
     if prompt is None:
         from qinfer_cli.batch.run import run_batch
 
@@ -140,8 +156,10 @@ def _prompt(options: dict[str, Any]) -> str | None:
 
 
 def _check_batch_options(options: dict[str, Any], *, is_batch: bool) -> None:
-    if not is_batch and any(options[name] for name in _STARTING):
-        raise click.UsageError("--resume, --retry-errors and --force go with -i and -o.")
+    if not is_batch and any(options[name] for name in _OF_BATCHES):
+        raise click.UsageError(
+            "--resume, --retry-errors, --force, --ordered and --batch-size go with -i and -o."
+        )
     if options["retry_errors"] and not options["resume"]:
         raise click.UsageError("--retry-errors goes with --resume.")
 
@@ -163,29 +181,6 @@ def _decode(data: bytes, origin: str) -> str:
         ) from None
 
 
-def _load(options: dict[str, Any]) -> LanguageModel:
-    from qinfer.checkpoint.opening import find_model
-
-    directory = find_model(options["model"], progress=not options["quiet"])
-
-    import numpy  # noqa: F401  (loaded by torch, it would swallow a Ctrl-C)
-    import torch  # only now: an error in the arguments shows at once
-
-    from qinfer.generation import LanguageModel
-    from qinfer.ops.cpu.kernels import library
-
-    if options["threads"] is not None:
-        torch.set_num_threads(options["threads"])
-    model = LanguageModel(directory, device=options["device"], context_tokens=options["ctx_size"])
-    if model.engine.decoder.ops.device.type == "cpu" and library() is None and not options["quiet"]:
-        click.echo(
-            "Warning: qinfer was installed without a C compiler, so without its CPU kernels; "
-            "decoding takes several times as long.",
-            err=True,
-        )
-    return model
-
-
 def merged_params(options: dict[str, Any], model: LanguageModel) -> SamplingParams:
     """The sampling parameters of this call, with the model's own as defaults."""
     return resolve_params(options["sampling"], options["preset"], model.generation_config)
@@ -202,7 +197,7 @@ def fit_prompt(
     if len(ids) <= room or len(ids) < context:
         return ids
     if not options["quiet"]:
-        click.echo(f"Warning: cut {len(ids) - room:,} tokens off the prompt's start.", err=True)
+        warn(f"cut {len(ids) - room:,} tokens off the prompt's start.")
     return ids[-room:]
 
 

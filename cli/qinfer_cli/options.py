@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import click
@@ -13,6 +15,13 @@ from qinfer.sampling import PRESETS, SamplingParams
 
 Command = Callable[..., Any]
 
+_KV_BITS = ["4", "8", "16", "32"]
+_KV_BITS_DEFAULT = 16  # of keys or values where only the others are given
+_UNITS = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", 1)
+    for unit, base in ((letter, 1024), (letter + "ib", 1024), (letter + "b", 1000))
+}
 _ALIASES = {"temperature": ["--temp"], "repetition_penalty": ["--repeat-penalty"]}
 
 
@@ -49,6 +58,57 @@ def sampling_options(command: Command) -> Command:
     )(wrapper)
 
 
+def kv_options(command: Command) -> Command:
+    """Add `--kv-bits`, `--k-bits` and `--v-bits`.
+
+    The command gets `kv_bits`, those of keys and of values; None if nothing was given.
+    """
+
+    @functools.wraps(command)
+    def wrapper(**kwargs: Any) -> Any:
+        both, k, v = (kwargs.pop(name) for name in ("kv_bits", "k_bits", "v_bits"))
+        bits = None
+        if both or k or v:
+            bits = int(k or both or _KV_BITS_DEFAULT), int(v or both or _KV_BITS_DEFAULT)
+        return command(kv_bits=bits, **kwargs)
+
+    for flag, text in (
+        ("--v-bits", "The same of values alone; keys are then 16 bits wide if nothing says more."),
+        ("--k-bits", "The same of keys alone; values are then 16 bits wide if nothing says more."),
+        ("--kv-bits", "Bits per number in the cache. Default: as the model was converted, or 16."),
+    ):
+        wrapper = click.option(flag, type=click.Choice(_KV_BITS), help=text)(wrapper)
+    return wrapper
+
+
+def size(text: str) -> int:
+    """Bytes of 6GiB, 500MB (powers of 1000), 2g (the same as 2GiB) or 1048576."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", text.strip().lower(), re.ASCII)
+    size_bytes = int(Fraction(match[1]) * _UNITS.get(match[2], 0)) if match else 0
+    if size_bytes < 1:
+        raise click.BadParameter(f"{text!r} is not a size such as 6GiB, 500MB or 2g.")
+    return size_bytes
+
+
+memory_option = click.option(
+    "--memory",
+    type=size,
+    help="Most memory for weights, cache and work, such as 6GiB. Default: what is free.",
+)
+context_policy_option = click.option(
+    "--context-policy",
+    type=click.Choice(["stop", "slide", "sinks"]),
+    default="stop",
+    show_default=True,
+    help="At the end of the context: stop, drop the oldest tokens, or the same but keep the "
+    "first 4.",
+)
+deterministic_option = click.option(
+    "--deterministic",
+    is_flag=True,
+    help="A prompt's tokens never depend on its neighbours. Slower; needless on a CPU with "
+    "compiled kernels.",
+)
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print results and errors only.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 device_option = click.option(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from qinfer.engine.engine import Engine
+from qinfer.generation import LanguageModel
 from qinfer_cli.batch.output import FileOutput
 from qinfer_cli.batch.parse import Parser
 from qinfer_cli.main import cli
@@ -48,12 +48,13 @@ def read_records(path):
 
 @pytest.fixture
 def answer(model, tmp_path):
-    """`answer(b"...", ".txt")`: the records for an input file of this content."""
+    """`answer(b"...", ".txt")`: the records for an input file of this content, in its order."""
 
     def run(content, suffix, *options, code=0, directory=model):
         source, out = tmp_path / f"in{suffix}", tmp_path / "out.jsonl"
         source.write_bytes(content)
-        result = invoke(directory, "-i", source, "-o", out, *OPTIONS, *options, code=code)
+        arguments = (directory, "-i", source, "-o", out, "--ordered", *OPTIONS, *options)
+        result = invoke(*arguments, code=code)
         assert result.stdout == ""
         count = sum("error" in record for record in read_records(out))
         expected = f"{count} prompts failed; see their error records in {out}.\n" if code else ""
@@ -154,13 +155,13 @@ def test_text_is_written_as_it_is_read(answer, tmp_path):
     assert '"naïve 👍"' in (tmp_path / "out.jsonl").read_text(encoding="utf-8")
 
 
-def test_a_cache_that_does_not_fit_is_an_error_record(answer, model, tmp_path):
-    large = tmp_path / "large"
-    shutil.copytree(model, large)
-    config = json.loads((large / "config.json").read_text())
-    (large / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**31 - 1}))
-    records = answer(b"one\n", ".txt", "-n", 2**31 - 100, code=3, directory=large)
-    assert "KV cache" in records[0]["error"]["message"]
+def test_memory_that_does_not_suffice_is_an_error_and_leaves_no_output(model, tmp_path):
+    (tmp_path / "in.txt").write_text("one\n")
+    out = tmp_path / "out.jsonl"
+    arguments = ("-i", tmp_path / "in.txt", "-o", out, "--memory", "1MB")
+    result = invoke(model, *arguments, *OPTIONS, code=1)
+    assert "more than the 1.0 MB it may use\nHint: Raise --memory" in result.stderr
+    assert not out.exists()
 
 
 def test_a_model_that_breaks_down_makes_error_records(answer, monkeypatch):
@@ -263,7 +264,7 @@ def test_totals_go_to_stderr_and_as_json_to_stdout(model, tmp_path):
     assert (totals["answered"], totals["completion_tokens"]) == (2, 12)
     assert totals["prompt_tokens_per_s"] > 0
     assert result.stderr == ""
-    result = invoke(model, "-i", source, "-o", "-", *options, "--json")
+    result = invoke(model, "-i", source, "-o", "-", "--ordered", *options, "--json")
     assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == [1, 2]
     assert json.loads(result.stderr).keys() == totals.keys()
 
@@ -273,6 +274,8 @@ def test_totals_go_to_stderr_and_as_json_to_stdout(model, tmp_path):
     [
         ("--resume", "-p", "hi"),
         ("--force", "-p", "hi"),
+        ("--ordered", "-p", "hi"),
+        ("--batch-size", "2", "-p", "hi"),
         ("-i", "in.txt", "-o", "out.jsonl", "--retry-errors"),
     ],
 )
@@ -334,19 +337,21 @@ def test_a_model_that_cannot_sample_at_all_is_an_error_and_leaves_no_output(mode
     assert not out.exists()
 
 
-def test_each_result_is_on_disk_when_the_next_prompt_starts(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_what_has_ended_is_on_disk_at_the_next_step(model, tmp_path, monkeypatch, batch_size):
     source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("one\ntwo\nthree\n")
-    seen = []
-    start = Engine.start
+    ended = []
+    step = LanguageModel.step
 
-    def watched(*arguments):
-        seen.append(len(read_records(out)))
-        return start(*arguments)
+    def watched(self):
+        assert len(read_records(out)) == len(ended)
+        ended.extend(step(self))
+        return ended[len(read_records(out)) :]
 
-    monkeypatch.setattr(Engine, "start", watched)
-    invoke(model, "-i", source, "-o", out, *OPTIONS)
-    assert seen == [0, 1, 2]
+    monkeypatch.setattr(LanguageModel, "step", watched)
+    invoke(model, "-i", source, "-o", out, *OPTIONS, "--batch-size", batch_size)
+    assert len(read_records(out)) == len(ended) == 3
 
 
 def test_a_mistake_of_ours_is_not_hidden_in_a_record(model, tmp_path, monkeypatch):
@@ -362,20 +367,23 @@ def test_a_mistake_of_ours_is_not_hidden_in_a_record(model, tmp_path, monkeypatc
 def test_what_was_answered_stays_when_it_is_interrupted(model, tmp_path, monkeypatch):
     source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("one\ntwo\nthree\n")
-    start = Engine.start
-    calls = []
+    step = LanguageModel.step
 
     def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) == 3:
+        if len(read_records(out)) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return start(*arguments)
+        return step(*arguments)
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(Engine, "start", interrupted)
-    result = invoke(model, "-i", source, "-o", out, *OPTIONS, code=130)
+    options = ("--batch-size", 1, "--ordered", "--memory", "2g", "--k-bits", 16)
+    with monkeypatch.context() as patched:
+        patched.setattr(LanguageModel, "step", interrupted)
+        result = invoke(model, "-i", source, "-o", out, *OPTIONS, *options, code=130)
     assert signal.getsignal(signal.SIGINT) is before
-    command = f"qinfer generate {model} --temperature 0.0 --max-tokens 6 --quiet"
+    command = (
+        f"qinfer generate {model} --temperature 0.0 --max-tokens 6 --quiet "
+        f"--batch-size 1 --ordered --memory {2 << 30} --k-bits 16"
+    )
     assert result.stderr.startswith("Interrupted; 2 records written.\nContinue: qinfer ")
     words = result.stderr.split("Continue: ")[1].split()
     assert sorted(words) == sorted(
@@ -396,6 +404,6 @@ def test_an_interrupt_waits_for_a_record_to_be_written(model, tmp_path, monkeypa
         return pack(self, line)
 
     monkeypatch.setattr(FileOutput, "_packed", interrupted)
-    result = invoke(model, "-i", source, "-o", out, *OPTIONS, code=130)
+    result = invoke(model, "-i", source, "-o", out, *OPTIONS, "--batch-size", 1, code=130)
     assert result.stderr.startswith("Interrupted; 1 record written.")
     assert json.loads(gzip.decompress(out.read_bytes()))["id"] == 1

@@ -2,8 +2,10 @@
 
 import errno
 import gzip
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,8 +54,8 @@ def run_failing(model, source, out, **changes):
     assert caught.value.exit_code == 3
 
 
-def test_results_are_in_the_order_and_form_of_the_lines(model, source, tmp_path):
-    run_failing(model, source, tmp_path / "out.jsonl")
+def test_results_have_the_form_of_the_lines_and_if_asked_their_order(model, source, tmp_path):
+    run_failing(model, source, tmp_path / "out.jsonl", ordered=True)
     found = records(text_of(tmp_path / "out.jsonl"))
     assert [(r.get("custom_id", r["id"]), r.get("index")) for r in found[:5]] == [
         (1, 0),
@@ -106,22 +108,34 @@ def test_what_a_line_says_goes_before_what_the_command_line_says(model, tmp_path
     assert (d["system"], d["raw"], d["continues"]) == (None, True, True)
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+@pytest.mark.parametrize(
+    ("name", "ordered"), [("out.jsonl", False), ("out.jsonl", True), ("out.jsonl.gz", False)]
+)
 def test_a_run_cut_at_any_byte_is_continued_to_the_same_results(
-    model, source, tmp_path, monkeypatch, name
+    source, tmp_path, monkeypatch, name, ordered
 ):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # hundreds of runs
-    out = tmp_path / name
-    sampling = {"sampling": {"seed": 5}}
-    run_failing(model, source, out, **sampling)
-    data, text = out.read_bytes(), text_of(out)
+    monkeypatch.setattr("time.time", lambda: 1.0)
+    out, order = tmp_path / name, itertools.count()
+    options = {"sampling": {"seed": 5}, "ordered": ordered}
+
+    def results():
+        lines = text_of(out).splitlines(keepends=True)
+        return lines if ordered else sorted(lines)
+
+    def run_anew(**changes):
+        model = FakeModel(tmp_path / "model", order=next(order))
+        run_failing(model, source, out, **options, **changes)
+        return model
+
+    run_anew()
+    data, expected = out.read_bytes(), results()
     for cut in range(len(data)):
         out.write_bytes(data[:cut])
-        run_failing(model, source, out, resume=True, **sampling)
-        assert text_of(out) == text, cut
-    model.calls.clear()
-    run_failing(model, source, out, resume=True, **sampling)
-    assert (text_of(out), model.calls) == (text, [])
+        run_anew(resume=True)
+        assert results() == expected, cut
+    assert run_anew(resume=True).calls == []
+    assert results() == expected
     assert sorted(p.name for p in tmp_path.iterdir() if "out" in p.name) == [
         name,
         f"{name}.qinfer.json",
@@ -131,11 +145,11 @@ def test_a_run_cut_at_any_byte_is_continued_to_the_same_results(
 def test_zeros_that_a_lost_disk_leaves_are_cut(model, source, tmp_path):
     for name in ("out.jsonl", "out.jsonl.gz"):
         out = tmp_path / name
-        run_failing(model, source, out, sampling={"seed": 5})
+        run_failing(model, source, out, sampling={"seed": 5}, ordered=True)
         text = text_of(out)
         with out.open("ab") as file:
             file.write(bytes(1000))
-        run_failing(model, source, out, sampling={"seed": 5}, resume=True)
+        run_failing(model, source, out, sampling={"seed": 5}, ordered=True, resume=True)
         assert text_of(out) == text
 
 
@@ -186,6 +200,7 @@ def test_what_exists_is_replaced_by_force_only(model, source, tmp_path):
         ({"stop": ("x",)}, "stop"),
         ({"system_prompt": "x"}, "system_prompt"),
         ({"raw": True}, "raw"),
+        ({"context_policy": "sinks"}, 'context_policy: "stop" → "sinks"'),
     ],
 )
 def test_other_settings_are_refused_unless_forced(model, source, tmp_path, changes, named):
@@ -198,6 +213,19 @@ def test_other_settings_are_refused_unless_forced(model, source, tmp_path, chang
     run_failing(model, source, out, resume=True, force=True, **changes)
     assert out.read_bytes() == before
     run_failing(model, source, out, resume=True, **changes)  # they are the settings from now on
+
+
+def test_another_cache_format_is_refused(model, source, tmp_path):
+    run_failing(model, source, tmp_path / "out.jsonl")
+    model.kv_format = "k8v4"
+    with pytest.raises(QInferError, match='other settings: kv_bits: "k16v16" → "k8v4"'):
+        run(model, source, tmp_path / "out.jsonl", resume=True)
+
+
+def test_what_only_orders_the_results_may_differ(model, source, tmp_path):
+    run_failing(model, source, tmp_path / "out.jsonl")
+    model.max_sequences = 2
+    run_failing(model, source, tmp_path / "out.jsonl", resume=True, ordered=True)
 
 
 def test_another_model_is_refused(model, source, tmp_path):
@@ -245,16 +273,16 @@ def test_an_input_is_vouched_for_before_it_is_answered(model, tmp_path, monkeypa
     monkeypatch.setattr(sidecar, "_STEP_BYTES", 10)
     monkeypatch.setattr("qinfer_cli.batch.lines._BUFFER_BYTES", 8)
     source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
-    source.write_text("".join(f"line {i}\n" for i in range(10)))
+    source.write_text("".join(f"line {i}\n" for i in range(10, 50)))
     covered = []
 
     def look(prompt):
         covered.append(sidecar.load(sidecar.sidecar_path(out))["input"]["bytes"])
-        assert covered[-1] >= 7 * len(covered)
+        assert covered[-1] >= 8 * len(covered)
 
     model.before_answer = look
     run(model, source, out)
-    assert covered[0] < covered[4] < covered[-1] == 70
+    assert covered[0] < covered[20] < covered[-1] == 320
 
 
 def test_failures_are_tried_again_where_lines_have_moved(model, tmp_path):
@@ -327,10 +355,11 @@ def test_a_disk_that_fills_up_keeps_what_is_written(model, tmp_path, monkeypatch
     if name == "out.jsonl":
         assert 0 < len(records(out.read_bytes())) < 20
     monkeypatch.setattr(os, "write", write)
-    before = len(model.calls)
+    written = int(re.search(r"(\d+) records", str(caught.value))[1])
+    model = FakeModel(tmp_path / "model")
     run(model, source, out, resume=True)
     assert [r["id"] for r in records(text_of(out))] == list(range(1, 21))
-    assert len(model.calls) - before <= 20 - before + 1
+    assert len(model.calls) == 20 - written
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs takes root")
@@ -347,7 +376,7 @@ def test_a_real_disk_that_fills_up(model, tmp_path):
             run(model, source, out)
         assert len(records(out.read_bytes())) > 50
         assert subprocess.run(["mount", "-o", "remount,size=1m", str(disk)]).returncode == 0
-        run(model, source, out, resume=True)
+        run(FakeModel(tmp_path / "model"), source, out, resume=True)
         assert [r["id"] for r in records(out.read_bytes())] == list(range(1, 301))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -378,12 +407,34 @@ def test_records_reach_the_disk_at_an_interval(model, tmp_path, monkeypatch):
             synced.append(now[0])
         fsync(fd)
 
-    model.before_answer = tick
+    model.before_answer, model.max_sequences = tick, 1
     monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(os, "fsync", watched)
     run(model, source, out)
     assert synced == [6, 12, 18, 20]
     assert out.read_bytes().count(b"\x1f\x8b\x08") == 4  # a member for each
+
+
+def test_records_reach_the_disk_also_while_none_is_added(model, tmp_path, monkeypatch):
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("short\nlong\n")
+    now, synced, fsync, step = [0.0], [], os.fsync, model.step
+
+    def slow_step():
+        now[0] += 2
+        return step()
+
+    def watched(fd):
+        if os.path.samestat(os.fstat(fd), out.stat()):
+            synced.append((now[0], len(records(out.read_bytes()))))
+        fsync(fd)
+
+    model.step = slow_step
+    model.steps_of = lambda prompt: {"short": 1, "long": 10}[prompt]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "fsync", watched)
+    run(model, source, out)
+    assert synced == [(6, 1), (20, 2)]
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(model, source, tmp_path):
@@ -400,6 +451,10 @@ def test_totals_as_json(model, source, tmp_path, capsys):
     totals = json.loads(capsys.readouterr().out)
     assert (totals["answered"], totals["failed"], totals["kept_results"]) == (7, 4, 0)
     assert (totals["prompt_tokens"], totals["completion_tokens"]) == (8 * 3, 8 * 5)
+    assert (totals["reused_tokens"], totals["preemptions"]) == (8, 2)
+    for kind in ("prompt", "completion"):  # of the whole run's time, however much runs at once
+        rate = totals[f"{kind}_tokens"] / totals["elapsed_s"]
+        assert totals[f"{kind}_tokens_per_s"] == pytest.approx(rate, rel=0.5)
     run_failing(model, source, tmp_path / "out.jsonl", as_json=True, resume=True)
     totals = json.loads(capsys.readouterr().out)
     assert (totals["answered"], totals["failed"]) == (0, 0)

@@ -1,10 +1,10 @@
-"""Running one request through the model, choice by choice."""
+"""Giving requests to the model, and what comes of their choices."""
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from qinfer.sampling import SamplingParams, resolve_params
 from qinfer_cli.generate import fit_prompt
 
 if TYPE_CHECKING:
-    from qinfer.generation import LanguageModel
+    from qinfer.generation import Completion, LanguageModel
     from qinfer_cli.batch.request import Request
 
 _SEEDS = 2**32
@@ -21,24 +21,39 @@ _SEEDS = 2**32
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What came of a choice, and what it took."""
+    """What came of a choice, and what it took.
+
+    Attributes:
+        reused_tokens: Tokens of the prompt that were found in the cache.
+    """
 
     text: str
     finish_reason: str | None
     prompt_tokens: int
     completion_tokens: int
+    reused_tokens: int
     seed: int
-    prefill_s: float
-    decode_s: float
+
+    @classmethod
+    def of(cls, completion: Completion) -> Choice:
+        """Take over a completion that has ended well."""
+        usage = completion.usage
+        return cls(
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            reused_tokens=usage.reused_tokens,
+            seed=completion.seed,
+        )
 
 
 class Answerer:
-    """Answers requests with a model; what a request leaves open is as the command line says.
+    """Gives requests to a model; what a request leaves open is as the command line says.
 
     Args:
         model: The model.
         options: Of `qinfer generate`.
-        pulse: Called between the pieces of a text.
 
     Attributes:
         params: How requests that say nothing are sampled.
@@ -47,25 +62,22 @@ class Answerer:
         CheckpointError: The model's generation_config.json is invalid.
     """
 
-    def __init__(
-        self, model: LanguageModel, options: dict[str, Any], pulse: Callable[[], None]
-    ) -> None:
+    def __init__(self, model: LanguageModel, options: dict[str, Any]) -> None:
         self._model = model
         self._options = options
-        self._pulse = pulse
         self.params = self._resolve({})
 
-    def choices(
+    def submit(
         self, request: Request, indices: Iterable[int]
-    ) -> Iterator[tuple[int, Choice | QInferError]]:
-        """Answer some of a request's choices; choice i is drawn with the seed plus i.
+    ) -> Iterator[tuple[int, Completion | QInferError]]:
+        """Queue some of a request's choices, one by one; choice i is drawn with the seed plus i.
 
-        Expected failures are returned, not raised: they concern this request only.
+        Expected failures are yielded, not raised: they concern this request only.
         """
         params = self._resolve(request.sampling)
         if params.seed is None and request.n > 1:
             params = dataclasses.replace(params, seed=secrets.randbits(32))
-        ids: list[int] | None = None
+        ids: list[int] = []
         for index in indices:
             seed = None if params.seed is None else (params.seed + index) % _SEEDS
             try:
@@ -95,27 +107,11 @@ class Answerer:
     def _max_tokens(self, request: Request) -> int:
         return request.max_tokens or int(self._options["max_tokens"])
 
-    def _complete(self, request: Request, ids: list[int], params: SamplingParams) -> Choice:
-        completion = self._model.complete(
+    def _complete(self, request: Request, ids: list[int], params: SamplingParams) -> Completion:
+        return self._model.complete(
             ids,
             params,
             max_tokens=self._max_tokens(request),
             stop=self._options["stop"] if request.stop is None else request.stop,
             continues=self._is_raw(request) or self._model.chat_template is None,
-        )
-        pieces = []
-        for piece in completion:
-            pieces.append(piece)
-            self._pulse()
-        if completion.error is not None:
-            raise completion.error
-        usage = completion.usage
-        return Choice(
-            text="".join(pieces),
-            finish_reason=completion.finish_reason,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            seed=completion.seed,
-            prefill_s=usage.ttft_s,
-            decode_s=usage.decode_s,
         )

@@ -48,6 +48,11 @@ class Request:
     form: Form = "native"
     model: str | None = None
 
+    @property
+    def is_openai(self) -> bool:
+        """Whether the answer takes OpenAI's form: one record for all choices."""
+        return self.form != "native"
+
 
 @dataclass(frozen=True, slots=True)
 class BadLine:

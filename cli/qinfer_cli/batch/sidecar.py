@@ -76,11 +76,14 @@ class Sidecar:
         path: Of the side file.
         settings: What the answers depend on.
         fd: Of the input file; None of a pipe.
+
+    Attributes:
+        settings: As given.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], fd: int | None) -> None:
         self._path = path
-        self._settings = settings
+        self.settings = settings
         self._fd = fd
         self._hash = hashlib.sha256()
         self._bytes = 0
@@ -102,7 +105,7 @@ class Sidecar:
         """Write the side file, unless it is as it should be."""
         covered = {"bytes": self._bytes, "sha256": self._hash.hexdigest(), "ended": self._ended}
         known = None if self._fd is None else covered
-        record = {**_HEAD, "settings": self._settings, "input": known}
+        record = {**_HEAD, "settings": self.settings, "input": known}
         data = json.dumps(record, indent=2).encode() + b"\n"
         if not (self._path.is_file() and self._path.read_bytes() == data):
             replace_file(self._path, data)

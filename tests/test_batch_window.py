@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from qinfer.errors import QInferError
 from qinfer_cli.batch.output import FileOutput
+from qinfer_cli.batch.progress import Bar
 from tests.batch_fakes import FakeModel, Killed, records, run
 
 PROMPTS = ["one", "two", "naïve", "bad", ""]
@@ -174,6 +175,19 @@ def test_the_first_failure_of_an_openai_line_cancels_its_other_choices(model, tm
     ]  # the first four ended in the same step
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_an_openai_line_that_is_refused_has_one_record_for_all_choices(model, tmp_path, ordered):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"prompt": "", "n": 3}
+    source.write_text(
+        json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body})
+        + json.dumps({"custom_id": "b", "url": "/v1/completions", "body": body}).join("\n\n")
+    )
+    with pytest.raises(click.exceptions.Exit):
+        run(model, source, out, ordered=ordered)
+    assert [r["custom_id"] for r in records(out.read_bytes())] == ["a", "b"]
+
+
 def test_a_choice_is_written_when_it_is_done_and_an_openai_line_when_all_are(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     openai = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a", "n": 3}}
@@ -273,13 +287,26 @@ def test_the_bar_shows_what_runs(model, tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("qinfer_cli.batch.progress._REFRESH_S", 0)
-    source, out = write_lines(tmp_path / "in.txt", 6), tmp_path / "out.jsonl"
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a", "n": 4}\n{"prompt": "b"}\n{"prompt": "c"}\n')
     model.steps_of = lambda prompt: 2
     run(model, source, out, quiet=False)
     shown = terminal.getvalue()
     assert "4 running, KV 100%" in shown
     assert "2 running, KV 50%" in shown
-    assert "6/6" in shown
+    assert "1/3" in shown
+    assert "3/3" in shown
+    assert "4/" not in shown
     assert "tok/s, output " in shown
     assert "6 answered, 0 failed: 18 prompt tokens (6 of them cached), 30 new in " in shown
     assert shown.endswith("tok/s output), 2 preemptions\n")
+
+
+def test_the_bar_counts_a_line_when_its_last_choice_is_written(model, tmp_path, monkeypatch):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a", "n": 3}\n{"prompt": "b"}\n')
+    steps, counted = iter([1, 3, 2, 5]), []
+    model.steps_of = lambda prompt: next(steps)
+    monkeypatch.setattr(Bar, "advance", lambda self, *, skipped: counted.append(model.steps))
+    run(model, source, out)
+    assert counted == [3, 5]

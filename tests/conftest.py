@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import build
+from qinfer.ops.cpu import kernels
+from tests import kernel_builds, tiny_models
+
+find_library = kernels.library  # as it is before the fixture below replaces it
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +25,29 @@ def tiny_model(models_directory: Path) -> Callable[..., Path]:
 
     def get(name: str, dtype: str = "float32") -> Path:
         directory = models_directory / f"{name}-{dtype}"
-        return directory if directory.exists() else build(directory, name, dtype=dtype)
+        return directory if directory.exists() else tiny_models.build(directory, name, dtype=dtype)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def plain_build(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels as a machine without AVX2 runs them."""
+    if kernel_builds.COMPILER is None:
+        pytest.skip("there is no C compiler")
+    path = tmp_path_factory.mktemp("plain") / "kernels.so"
+    kernel_builds.compile_plain(path)
+    return kernels.load(str(path))
+
+
+@pytest.fixture(scope="module", params=["installed", "plain"])
+def build(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
+    """Builds of the kernels, each of them what the operations of a module's tests use."""
+    library = find_library()
+    if request.param == "plain":
+        library = request.getfixturevalue("plain_build")
+    if library is None:
+        pytest.skip("the extension was not built: no C compiler at install time")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "library", lambda: library)
+        yield library

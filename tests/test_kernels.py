@@ -1,7 +1,6 @@
 """The compiled kernels against the reference operations, in every build the source allows."""
 
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -13,53 +12,22 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from qinfer.config import ACTIVATIONS
 from qinfer.ops.cpu import kernels
 from qinfer.ops.cpu.kernels import NativeWeight
 from qinfer.ops.cpu.ops import CPUOps
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant import affine, nf4
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
+from tests.kernel_builds import COMPILER, DIRECTORY, SOURCES, compile_c
 
-SOURCE = Path(kernels.__file__).with_name("kernels.c")
-find_library = kernels.library  # as it is before the tests below replace it
-COMPILER = shutil.which(os.environ.get("CC", "cc"))
+DRIVER = Path(__file__).with_name("kernel_driver")
+find_library = kernels.library  # as it is before the fixture `build` replaces it
 REFERENCE = ReferenceOps(torch.device("cpu"), torch.float32)
+ONE_BY_ONE = ReferenceOps(torch.device("cpu"), torch.float32, deterministic=True)
 THREADS = (1, 2, 3, 7)
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
-
-
-def compile_source(*flags):
-    return subprocess.run(
-        [COMPILER, "-std=c11", "-Wall", "-Wextra", "-Werror", "-pthread", *map(str, flags)],
-        capture_output=True,
-        text=True,
-    )
-
-
-@pytest.fixture(scope="session")
-def plain_build(tmp_path_factory):
-    """A library of the C code that a machine without AVX2 runs."""
-    if COMPILER is None:
-        pytest.skip("there is no C compiler")
-    path = tmp_path_factory.mktemp("plain") / "kernels.so"
-    done = compile_source("-O2", "-DQINFER_PLAIN", "-shared", "-fPIC", SOURCE, "-o", path)
-    assert done.returncode == 0, done.stderr
-    return kernels.load(str(path))
-
-
-@pytest.fixture(scope="module", params=["installed", "plain"])
-def build(request):
-    """A loaded library that `native` uses for the tests of this module."""
-    if request.param == "plain":
-        library = request.getfixturevalue("plain_build")
-    else:
-        library = find_library()
-        if library is None:
-            pytest.skip("the extension was not built: no C compiler at install time")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "library", lambda: library)
-        yield library
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -267,6 +235,103 @@ def test_many_python_threads_call_at_once(build):
     assert not wrong
 
 
+@st.composite
+def rows(draw):
+    """Rows that one pass of the kernels takes, and rows that take several."""
+    count, size = draw(st.integers(1, 60)), draw(st.integers(1, 40) | st.integers(1, 900))
+    return randn(count, size, seed=draw(SEEDS)) * draw(st.sampled_from([1e-3, 1.0, 10.0]))
+
+
+ROW_KERNELS = {
+    "rms_norm": lambda o, x: o.rms_norm(x, randn(x.shape[-1], seed=1), 1e-5),
+    "layer_norm": lambda o, x: o.layer_norm(
+        x, randn(x.shape[-1], seed=1), randn(x.shape[-1], seed=2), 1e-5
+    ),
+    **{kind: lambda o, x, kind=kind: o.activation(x, kind) for kind in ACTIVATIONS},
+    **{
+        f"gated {kind}": lambda o, x, kind=kind: o.gated_activation(x, 3 * x + 1, kind)
+        for kind in ACTIVATIONS
+    },
+}
+
+
+ANY_ROW_KERNEL = st.sampled_from(list(ROW_KERNELS)).map(ROW_KERNELS.get)
+
+
+@pytest.fixture(params=ROW_KERNELS)
+def row_kernel(request):
+    return ROW_KERNELS[request.param]
+
+
+def cpu_ops(threads=1):
+    found = CPUOps()
+    found._threads = threads
+    return found
+
+
+@given(rows(), ANY_ROW_KERNEL)
+@settings(deadline=None, max_examples=100)
+def test_rows_equal_the_reference_but_for_rounding(build, x, row_kernel):
+    before = x.clone()
+    found = row_kernel(CPUOps(), x)
+    torch.testing.assert_close(found, row_kernel(REFERENCE, x), rtol=2e-5, atol=1e-5)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(2, 3), torch.full((2, 9), 1e4), torch.linspace(-100, 100, 401)[None]],
+    ids=["zeros", "equal", "wide"],
+)
+def test_rows_equal_the_reference_at_the_edges(build, row_kernel, x):
+    expected = row_kernel(REFERENCE, x)
+    torch.testing.assert_close(row_kernel(CPUOps(), x), expected, rtol=2e-5, atol=1e-5)
+
+
+@given(rows(), ANY_ROW_KERNEL, st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_row_is_the_same_to_the_bit_beside_any_others(build, x, row_kernel, data):
+    whole = row_kernel(cpu_ops(data.draw(st.sampled_from(THREADS))), x)
+    start = data.draw(st.integers(0, len(x) - 1))
+    stop = data.draw(st.integers(start + 1, len(x)))
+    part = row_kernel(cpu_ops(data.draw(st.sampled_from(THREADS))), x[start:stop])
+    assert torch.equal(part, whole[start:stop])
+
+
+def test_rows_may_have_more_axes_and_be_strided(build, row_kernel):
+    x = randn(4, 3, 2 * 33)
+    flat = row_kernel(CPUOps(), x[..., ::2].reshape(12, 33))
+    assert torch.equal(row_kernel(CPUOps(), x[..., ::2]), flat.view(4, 3, 33))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_keep_what_is_not_finite_and_keep_it_to_themselves(build, row_kernel, value):
+    x = randn(3, 21)
+    clean = row_kernel(CPUOps(), x)
+    x[1, 13] = value
+    found, expected = row_kernel(CPUOps(), x), row_kernel(REFERENCE, x)
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
+    assert found[1].isfinite().all() == expected[1].isfinite().all()
+
+
+@given(
+    st.integers(1, 70), st.integers(1, 5), st.sampled_from([1, 3, 8, 12, 33, 64]), SEEDS, st.data()
+)
+@settings(deadline=None, max_examples=50)
+def test_rotary_equals_the_reference_and_does_not_depend_on_other_tokens(
+    build, tokens, heads, half, seed, data
+):
+    x = randn(tokens, heads, 2 * half, seed=seed)
+    angles = randn(tokens, half, seed=seed + 1) * 10
+    cos, sin = angles.cos(), angles.sin()
+    whole = CPUOps().rotary(x.clone(), cos, sin)
+    torch.testing.assert_close(whole, REFERENCE.rotary(x, cos, sin), rtol=1e-6, atol=1e-6)
+    start = data.draw(st.integers(0, tokens - 1))
+    stop = data.draw(st.integers(start + 1, tokens))
+    part = CPUOps().rotary(x[start:stop].clone(), cos[start:stop], sin[start:stop])
+    assert torch.equal(part, whole[start:stop])
+
+
 def forked(call, seconds=30):
     """Run `call` in a forked child; whether it returned true before the time was over."""
     pid = os.fork()
@@ -364,7 +429,7 @@ def test_layouts_that_the_kernels_do_not_take_go_to_the_reference(build, weight)
     cpu = CPUOps()
     assert cpu.prepare(weight) is weight
     x = randn(2, weight.shape[1])
-    assert torch.equal(cpu.linear(x, weight, None), REFERENCE.linear(x, weight, None))
+    assert torch.equal(cpu.linear(x, weight, None), ONE_BY_ONE.linear(x, weight, None))
 
 
 @pytest.mark.parametrize("what", ["packed", "scale"])
@@ -416,81 +481,22 @@ def test_another_device_gets_the_weight_without_kernels(build, weight):
 
 
 @needs_compiler
-@pytest.mark.parametrize("flags", [("-O3",), ("-O3", "-DQINFER_PLAIN"), ("-O0",)], ids=str)
-def test_the_source_compiles_without_a_warning(flags, tmp_path):
-    done = compile_source(*flags, "-c", SOURCE, "-o", tmp_path / "kernels.o")
+@pytest.mark.parametrize("level", ["-O3", "-O0"])
+def test_the_source_compiles_without_a_warning(level, tmp_path):
+    done = compile_c(level, "-shared", "-fPIC", *SOURCES, "-o", tmp_path / "kernels.so")
     assert (done.returncode, done.stderr) == (0, "")
-
-
-DRIVER = r"""
-#include KERNELS
-#include <stdio.h>
-
-enum { ROWS = 61, COLUMNS = 256, TOKENS = 11, CALLERS = 4, CALLS = 60 };
-static float absmax[ROWS * COLUMNS / 64], code[16];
-
-static void *caller(void *argument)
-{
-    unsigned seed = 1 + (unsigned)(uintptr_t)argument;
-    for (int call = 0; call < CALLS; call++) {
-        int kind = (int)(((unsigned)call + seed) % 6), odd = kind >= BF16 || kind == INT8;
-        int64_t columns = COLUMNS - (odd ? 3 : 0), group = odd ? columns : 64;
-        weight w = {.kind = kind, .scale_is_fp16 = call & 1, .rows = ROWS, .columns = columns,
-                    .group = group, .absmax = absmax, .code = code,
-                    .row_bytes = kind == INT8 ? columns : kind == FP32 ? 4 * columns
-                    : odd ? 2 * columns : columns / 2};
-        size_t bytes = (size_t)(w.row_bytes * ROWS), scales = (size_t)(ROWS * columns / group);
-        /* Exactly as large as they must be, so that a read beyond the end is seen. */
-        uint8_t *data = malloc(bytes);
-        uint16_t *scale = malloc(scales * sizeof *scale);
-        float *x = malloc((size_t)(TOKENS * columns) * sizeof *x);
-        float *y = malloc(TOKENS * ROWS * sizeof *y), *z = malloc(TOKENS * ROWS * sizeof *z);
-        for (size_t i = 0; i < bytes; i++)
-            data[i] = (uint8_t)(i & 1 && kind >= BF16 ? 0x3f : (seed = seed * 69069 + 1) >> 24);
-        for (size_t i = 0; i < scales; i++)
-            scale[i] = 0x3c00;
-        for (int64_t i = 0; i < TOKENS * columns; i++)
-            x[i] = (float)((seed = seed * 69069 + 1) >> 24) - 100;
-        w.data = data;
-        w.scale = scale;
-        qinfer_linear(&w, x, TOKENS, y, 1);
-        qinfer_linear(&w, x, TOKENS, z, 1 + call % 5);
-        if (memcmp(y, z, TOKENS * ROWS * sizeof *y))
-            exit(3);
-        qinfer_linear(&w, x, 1, z, 2);
-        if (memcmp(y, z, ROWS * sizeof *y))
-            exit(4);
-        free(data), free(scale), free(x), free(y), free(z);
-    }
-    return NULL;
-}
-
-int main(void)
-{
-    pthread_t threads[CALLERS];
-    for (int i = 0; i < ROWS * COLUMNS / 64; i++)
-        absmax[i] = 1;
-    for (int i = 0; i < 16; i++)
-        code[i] = (float)i;
-    for (int i = 0; i < CALLERS; i++)
-        pthread_create(&threads[i], NULL, caller, (void *)(uintptr_t)i);
-    for (int i = 0; i < CALLERS; i++)
-        pthread_join(threads[i], NULL);
-    puts("done");
-    return 0;
-}
-"""
 
 
 @needs_compiler
 @pytest.mark.parametrize("flag", [None, "-DQINFER_PLAIN"], ids=["avx2", "plain"])
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_a_sanitizer_finds_no_race_and_no_stray_access(sanitizer, flag, tmp_path):
-    driver, program = tmp_path / "driver.c", tmp_path / "driver"
-    driver.write_text(DRIVER)
-    flags = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    flags += [f'-DKERNELS="{SOURCE}"', *([flag] if flag else [])]
-    done = compile_source(*flags, driver, "-o", program)
+    """Parts of the driver include the kernels."""
+    program = tmp_path / "driver"
+    level = "-O1" if sanitizer == "thread" else "-O0"  # compiling is what takes the time
+    flags = [level, "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    flags += [flag] if flag else []
+    done = compile_c(*flags, *DRIVER.glob("*.c"), DIRECTORY / "pool.c", "-o", program)
     if "fsanitize" in done.stderr or "cannot find" in done.stderr:
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")
     assert done.returncode == 0, done.stderr

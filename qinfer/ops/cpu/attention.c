@@ -152,7 +152,7 @@ static inline int32_t rounded(float x, int32_t low, int32_t high)
     return (int32_t)((shifted + 0x1.8p23f) - 0x1.8p23f); /* to the nearest, ties to even */
 }
 
-/* Quantize a whole block at 8 bits: a scale per token. */
+/* Quantize a whole block at 8 bits: a scale per token. It is NaN where one of the values is. */
 static void seal_int8(const side *s, const source *from, int64_t at, int64_t first)
 {
     int8_t *codes = (int8_t *)s->data + at * BLOCK * s->head_dim;
@@ -160,7 +160,7 @@ static void seal_int8(const side *s, const source *from, int64_t at, int64_t fir
         float most = 0;
         for (int64_t c = 0; c < s->head_dim; c++) {
             const float x = fabsf(half_at(s, from, first + j, c));
-            most = x > most ? x : most;
+            most = x > most || isnan(x) ? x : most;
         }
         const uint16_t half = to_fp16(most / 127);
         const float scale = from_fp16(half);
@@ -172,14 +172,14 @@ static void seal_int8(const side *s, const source *from, int64_t at, int64_t fir
 }
 
 /* Quantize `size` values at 4 bits: the code of value i is in byte i % (size / 2), the first half of
- * the values in the lower nibbles. */
+ * the values in the lower nibbles. Scale and minimum are NaN where one of the values is. */
 static void quantize_int4(const float *x, int64_t size, uint8_t *codes, uint16_t *scale,
                           uint16_t *minimum)
 {
     float low = x[0], high = x[0];
     for (int64_t i = 1; i < size; i++) {
-        low = x[i] < low ? x[i] : low;
-        high = x[i] > high ? x[i] : high;
+        low = x[i] < low || isnan(x[i]) ? x[i] : low;
+        high = x[i] > high || isnan(x[i]) ? x[i] : high;
     }
     *scale = to_fp16((high - low) / 15);
     *minimum = to_fp16(low);

@@ -145,7 +145,7 @@ INLINE float VARIANT(weigh)(float *scores, float *most, float *total)
         s[i] = VARIANT(load)(scores + 8 * i);
         top = VARIANT(max)(top, s[i]);
     }
-    const float before = *most, block = VARIANT(largest)(top), now = block > before ? block : before;
+    const float before = *most, block = VARIANT(largest)(top), now = before > block ? before : block;
     if (now == -INFINITY) { /* nothing visible yet */
         memset(scores, 0, BLOCK * sizeof *scores);
         return 1;

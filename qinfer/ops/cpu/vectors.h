@@ -63,14 +63,15 @@ INLINE v8 VARIANT(load_nibbles)(const uint8_t *p, int upper)
 
 INLINE v8 VARIANT(select)(v8i mask, v8 a, v8 b) { return (v8)((mask & (v8i)a) | (~mask & (v8i)b)); }
 
-INLINE v8 VARIANT(max)(v8 a, v8 b) { return VARIANT(select)(a > b, a, b); }
+/* NaN is larger than any number. */
+INLINE v8 VARIANT(max)(v8 a, v8 b) { return VARIANT(select)((a > b) | (a != a), a, b); }
 
 /* The largest and the sum of the lanes, the sum always in this order. */
 INLINE float VARIANT(largest)(v8 x)
 {
     float most = x[0];
     for (int j = 1; j < 8; j++)
-        most = x[j] > most ? x[j] : most;
+        most = x[j] > most || x[j] != x[j] ? x[j] : most;
     return most;
 }
 

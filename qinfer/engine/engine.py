@@ -119,11 +119,13 @@ class Engine:
     def _find_leader(self, sequence: Sequence) -> None:
         """Several choices of a prompt come one after another: they share its prefill."""
         last, self._last_added = self._last_added, sequence
-        if last is None or last.new_tokens or last.finish_reason is not None:
+        if last is None or not last.is_unanswered or last.token_ids != sequence.token_ids:
             return
-        if last.token_ids == sequence.token_ids:
-            sequence.leader = last.leader or last
-            sequence.leader.followers.append(sequence)
+        leader = last.leader
+        if leader is None or not leader.is_unanswered:
+            leader = last  # that one has gone on alone, where this one cannot join it
+        sequence.leader = leader
+        leader.followers.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Forget a sequence."""

@@ -64,6 +64,11 @@ class Sequence:
         return len(self.token_ids) - self.computed_tokens
 
     @property
+    def is_unanswered(self) -> bool:
+        """Whether nothing has come of its prompt yet, neither a token nor an error."""
+        return self.new_tokens == 0 and self.finish_reason is None
+
+    @property
     def computes_same_prompt(self) -> bool:
         """Whether its prompt is on its way, so that followers do better to wait for it."""
-        return self.blocks is not None and self.new_tokens == 0 and self.finish_reason is None
+        return self.blocks is not None and self.is_unanswered

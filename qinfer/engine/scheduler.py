@@ -129,7 +129,7 @@ class Scheduler:
             self.tables.release(blocks)
             return None
         sequence.computed_tokens = covered
-        if not sequence.new_tokens:
+        if sequence.started_s is None:
             sequence.reused_tokens = covered
         return blocks
 

@@ -250,7 +250,8 @@ class Engine:
         if scheduler.max_sequences > 1 or scheduler.step_tokens > _LEAST_STEP_TOKENS:
             scheduler.max_sequences = max(scheduler.max_sequences // 2, 1)
             least = max(_LEAST_STEP_TOKENS, scheduler.max_sequences)
-            scheduler.step_tokens = max(scheduler.step_tokens // 2, least)
+            lowered = max(scheduler.step_tokens // 2, least)
+            scheduler.step_tokens = min(scheduler.step_tokens, lowered)
             self.warn(
                 f"out of memory; going on with {scheduler.max_sequences} sequences and "
                 f"{scheduler.step_tokens} tokens at once"

@@ -23,6 +23,7 @@ _USUAL_TOKENS = 1024  # of a sequence, to judge how many run at once
 _LEAST_CONTEXT_TOKENS = 64
 _MARGIN = 0.1  # of what is free, left to others
 _FIXED_BYTES = 64 << 20  # tokenizer, tables, the allocator's slack
+_MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -56,7 +57,7 @@ def free_bytes(device: torch.device) -> int:
 
 def _system_free_bytes() -> int:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = _MEMINFO.read_text().splitlines()
         fields = dict(line.split(":") for line in lines)
         return int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):  # not Linux
@@ -120,20 +121,21 @@ def plan_memory(
     limit = context_tokens or config.max_position_embeddings
     workspace = workspace_bytes(config, tokens=step, sequences=most)
     left = budget_bytes - weights_bytes - workspace
-    context = _context_that_fits(layout, left, limit, step)
-    if context < (context_tokens or min(limit, _LEAST_CONTEXT_TOKENS)):
-        need = layout.sequence_bytes(context_tokens or _LEAST_CONTEXT_TOKENS, step)
+    if max_sequences is None:
+        most = min(most, _sequences_that_fit(layout, left, limit, step))
+    other_slots = (most - 1) * layout.slot_bytes()
+    context = _context_that_fits(layout, left - other_slots, limit, step)
+    least = context_tokens or min(limit, _LEAST_CONTEXT_TOKENS)
+    if context < least:
+        need = layout.sequence_bytes(least, step) + ((max_sequences or 1) - 1) * layout.slot_bytes()
         raise QInferError(
             f"the model needs {_size(weights_bytes)} for weights, {_size(workspace)} for "
             f"activations and {_size(need)} of KV cache for one sequence of "
-            f"{context_tokens or _LEAST_CONTEXT_TOKENS:,} tokens: {_size(need - left)} more than "
+            f"{least:,} tokens: {_size(need - left)} more than "
             f"the {_size(budget_bytes)} it may use",
             hint="Raise --memory, lower --ctx-size, use --kv-bits 8 or 4, or convert the model "
             "to fewer bits.",
         )
-    if max_sequences is None:
-        usual = layout.sequence_bytes(min(context, _USUAL_TOKENS), step)
-        most = max(1, min(most, left // max(usual, 1)))
     blocks = _blocks_that_fit(layout, left - most * layout.slot_bytes(), context, most, step)
     kv_bytes = sum(n * layout.block_bytes(group) for group, n in enumerate(blocks))
     return MemoryPlan(
@@ -149,6 +151,19 @@ def plan_memory(
 def default_budget(device: torch.device) -> int:
     """What is free, less a margin for others."""
     return int(free_bytes(device) * (1 - _MARGIN))
+
+
+def _sequences_that_fit(layout: CacheLayout, left_bytes: int, limit: int, step: int) -> int:
+    """How many of usual length; but no more than leave room for one of full length, if that fits.
+
+    Each has an open block, however few tokens it has.
+    """
+    usual = layout.sequence_bytes(min(limit, _USUAL_TOKENS), step)
+    count = left_bytes // max(usual, 1)
+    beside_a_full_one = left_bytes - layout.sequence_bytes(limit, step)
+    if beside_a_full_one >= 0:
+        count = min(count, 1 + beside_a_full_one // max(layout.slot_bytes(), 1))
+    return max(1, count)
 
 
 def _context_that_fits(layout: CacheLayout, left_bytes: int, limit: int, step: int) -> int:

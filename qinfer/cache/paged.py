@@ -27,6 +27,7 @@ class CacheLayout:
         formats: Per layer.
         groups: Per layer, the index of its reach.
         reaches: How far the layers of each group see.
+        slides: Whether sequences go on beyond the context, without their oldest tokens.
     """
 
     kv_heads: int
@@ -34,6 +35,7 @@ class CacheLayout:
     formats: tuple[KVFormat, ...]
     groups: tuple[int, ...]
     reaches: tuple[Reach, ...]
+    slides: bool = False
 
     @classmethod
     def of(
@@ -44,7 +46,8 @@ class CacheLayout:
         Args:
             config: The model.
             formats: Per layer.
-            context: What layers without a window, or with a wider one, see at most.
+            context: What layers without a window, or with a wider one, see at most of sequences
+                that may be longer; None if there are none.
 
         Raises:
             QInferError: A format does not fit the model.
@@ -59,6 +62,7 @@ class CacheLayout:
             formats=tuple(formats),
             groups=tuple(reaches.index(reach) for reach in by_layer),
             reaches=reaches,
+            slides=context is not None,
         )
 
     def block_bytes(self, group: int) -> int:
@@ -73,13 +77,17 @@ class CacheLayout:
         """Bytes of a sequence's open block, in all layers."""
         return sum(f.open_bytes(self.kv_heads, self.head_dim) for f in self.formats)
 
-    def sequence_blocks(self, tokens: int, step_tokens: int) -> list[int]:
-        """Per group, the blocks that a sequence of this length holds at most."""
-        return [reach.most_blocks(tokens, step_tokens) for reach in self.reaches]
+    def sequence_blocks(self, context_tokens: int, step_tokens: int) -> list[int]:
+        """Per group, the blocks that a sequence holds at most.
 
-    def sequence_bytes(self, tokens: int, step_tokens: int) -> int:
-        """Bytes that a sequence of this length needs at most, its open block included."""
-        counts = self.sequence_blocks(tokens, step_tokens)
+        One that slides takes a step more, and begins and ends within blocks.
+        """
+        slack = step_tokens + 2 * BLOCK_TOKENS if self.slides else 0
+        return [reach.most_blocks(context_tokens + slack, step_tokens) for reach in self.reaches]
+
+    def sequence_bytes(self, context_tokens: int, step_tokens: int) -> int:
+        """Bytes that a sequence needs at most, its open block included."""
+        counts = self.sequence_blocks(context_tokens, step_tokens)
         blocks = sum(n * self.block_bytes(group) for group, n in enumerate(counts))
         return blocks + self.slot_bytes()
 

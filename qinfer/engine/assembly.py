@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qinfer.cache.paged import CacheLayout, PagedCache
@@ -63,9 +63,7 @@ def build_engine(
         UnsupportedModelError: A weight is quantized in a way that is not covered.
     """
     _check(config, options)
-    plan = _plan(checkpoint, config, ops, options)
-    context = _reach(options.context_policy, plan.context_tokens)
-    layout = CacheLayout.of(config, options.formats, context=context)
+    layout, plan = _plan(checkpoint, config, ops, options)
     decoder = Decoder(checkpoint, config, ops)
     try:
         cache = PagedCache(
@@ -116,20 +114,25 @@ def _reach(policy: ContextPolicy, context_tokens: int) -> Reach | None:
 
 def _plan(
     checkpoint: Checkpoint, config: ModelConfig, ops: ReferenceOps, options: EngineOptions
-) -> MemoryPlan:
-    """What fits; a context that slides needs no more than one that ends."""
+) -> tuple[CacheLayout, MemoryPlan]:
+    """What fits. Where a context that slides has to shrink, layers may come to see equally far."""
+    budget, policy = options.memory_bytes, options.context_policy
     limit = options.context_tokens or config.max_position_embeddings
-    budget = options.memory_bytes
-    return plan_memory(
-        config,
-        CacheLayout.of(config, options.formats, context=_reach(options.context_policy, limit)),
-        weights_bytes=weights_bytes(checkpoint, config),
-        budget_bytes=default_budget(ops.device) if budget is None else budget,
-        device=ops.device,
-        step_tokens=options.step_tokens,
-        max_sequences=options.max_sequences,
-        context_tokens=options.context_tokens,
-    )
+    while True:
+        layout = CacheLayout.of(config, options.formats, context=_reach(policy, limit))
+        plan = plan_memory(
+            replace(config, max_position_embeddings=limit),
+            layout,
+            weights_bytes=weights_bytes(checkpoint, config),
+            budget_bytes=default_budget(ops.device) if budget is None else budget,
+            device=ops.device,
+            step_tokens=options.step_tokens,
+            max_sequences=options.max_sequences,
+            context_tokens=options.context_tokens,
+        )
+        if policy == "stop" or plan.context_tokens == limit:
+            return layout, plan
+        limit = plan.context_tokens
 
 
 def weights_bytes(checkpoint: Checkpoint, config: ModelConfig) -> int:

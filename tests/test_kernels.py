@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from qinfer.config import ACTIVATIONS
 from qinfer.ops.cpu import kernels
 from qinfer.ops.cpu.kernels import NativeWeight
 from qinfer.ops.cpu.ops import CPUOps
+from qinfer.ops.cpu.packed import PackedWeight
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant import affine, nf4
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
@@ -72,7 +74,7 @@ def int8_per_channel(draw):
 
 @st.composite
 def int8_groups(draw):
-    group = draw(st.sampled_from([4, 20, 32, 64, 128]))
+    group = draw(st.sampled_from([32, 64, 128]))
     columns = group * draw(st.integers(2, 5))
     return affine_weight(draw(ROWS), columns, 8, group, draw(SCALES), draw(SEEDS))
 
@@ -95,11 +97,11 @@ KINDS = {
     "int4 groups of 32 bf16": affine_weight(37, 96, 4, 32, torch.bfloat16),
     "int4 groups of 64 fp16": affine_weight(64, 192, 4, 64, torch.float16),
     "int4 groups of 128 bf16": affine_weight(37, 256, 4, 128, torch.bfloat16),
+    "int4 a scale a row, K = 40": affine_weight(37, 40, 4, None, torch.float16),
     "int4 a scale a row": affine_weight(37, 96, 4, None, torch.bfloat16),
     "int8 a scale a row": affine_weight(100, 96, 8, None, torch.bfloat16),
     "int8 a scale a row, K = 33": affine_weight(37, 33, 8, None, torch.float16),
     "int8 groups of 32": affine_weight(37, 96, 8, 32, torch.bfloat16),
-    "int8 groups of 20": affine_weight(37, 60, 8, 20, torch.bfloat16),
     "nf4": nf4_weight(37, 192),
     "bf16": bf16_weight(100, 96),
     "bf16, K = 33": bf16_weight(37, 33),
@@ -115,10 +117,18 @@ def weight(request):
 
 
 def as_native(weight):
-    found = kernels.native(weight)
-    assert isinstance(found, NativeWeight)
+    found = CPUOps().prepare(weight)
+    assert isinstance(found, NativeWeight | PackedWeight)
     assert found.shape == weight.shape
     return found
+
+
+def rounded(x):
+    """Activations as they meet 4- and 8-bit weights: runs of 32 in units of a power of two."""
+    columns = x.shape[1]
+    runs = F.pad(x.double(), (0, -columns % 32)).unflatten(1, (-1, 32))
+    unit = 2.0 ** (torch.frexp(runs.abs().amax(-1, keepdim=True)).exponent - 15)
+    return ((runs / unit).round().clamp(max=32767) * unit).flatten(1)[:, :columns].float()
 
 
 def assert_same_but_for_the_order_of_addition(found, x, dense):
@@ -136,10 +146,12 @@ def test_products_equal_the_reference(build, weight, tokens, seed):
     n, k = weight.shape
     x = randn(tokens, k, seed=seed)
     dense = weight.rows(0, n)
-    found = CPUOps().linear(x, as_native(weight), None)
-    assert_same_but_for_the_order_of_addition(found, x, dense)
+    native = as_native(weight)
+    found = CPUOps().linear(x, native, None)
+    read = rounded(x) if isinstance(native, PackedWeight) else x
+    assert_same_but_for_the_order_of_addition(found, read, dense)
     torch.testing.assert_close(
-        found, REFERENCE.linear(x, weight, None), rtol=1e-5, atol=1e-5 * k**0.5
+        found, REFERENCE.linear(x, weight, None), rtol=1e-3, atol=1e-3 * k**0.5
     )
 
 
@@ -416,7 +428,7 @@ def test_forks_while_other_threads_compute_disturb_neither_child_nor_parent(buil
     "weight",
     [
         pytest.param(affine_weight(8, 64, 4, 32, torch.float32), id="fp32 scales"),
-        pytest.param(affine_weight(8, 40, 4, None, torch.bfloat16), id="int4 group of 40"),
+        pytest.param(affine_weight(8, 60, 8, 20, torch.bfloat16), id="int8 groups of 20"),
         pytest.param(affine_weight(8, 48, 4, 16, torch.bfloat16), id="int4 groups of 16"),
         pytest.param(nf4_weight(8, 32), id="nf4 blocks span rows"),
         pytest.param(nf4_weight(8, 96, block_size=16), id="nf4 blocks of 16"),
@@ -438,7 +450,7 @@ def test_affine_tensors_that_are_not_contiguous_go_to_the_reference(build, what)
     tensors = {"packed": whole.packed, "scale": whole.scale}
     tensors[what] = torch.cat([tensors[what]] * 2, 1)[:, : tensors[what].shape[1]]
     weight = AffineWeight(**tensors, bits=4, columns=64)
-    assert kernels.native(weight) is weight
+    assert CPUOps().prepare(weight) is weight
     x = randn(1, 64)
     assert torch.equal(REFERENCE.linear(x, weight, None), REFERENCE.linear(x, whole, None))
 
@@ -457,7 +469,7 @@ def test_nf4_tensors_that_a_kernel_would_misread_go_to_the_reference(build, chan
     whole = nf4_weight(8, 192)
     parts = {"packed": whole.packed, "absmax": whole.absmax, "code": whole.code} | change
     weight = NF4Weight(**parts, shape=(8, 192), block_size=64)
-    assert kernels.native(weight) is weight
+    assert CPUOps().prepare(weight) is weight
 
 
 def test_without_the_library_everything_goes_to_the_reference(weight, monkeypatch):

@@ -13,28 +13,27 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from qinfer.ops.cpu.packed import Arena, PackedWeight, declare, is_packable
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.kv import KVSide, value_group
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight, Weight
 
-_INT4, _INT8, _NF4 = range(3)
+_NF4 = 0
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3}
 _MAX_HEAD_DIM, _MAX_GROUP_HEADS = 256, 48  # MAX_HEAD_DIM and MAX_ROWS in attention.c
-_DENSE = {torch.bfloat16: 3, torch.float16: 4, torch.float32: 5}
+_DENSE = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 class _Weight(ctypes.Structure):
     """`weight` in linear.c."""
 
     _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("scale_is_fp16", ctypes.c_int32),
+        ("kind", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("row_bytes", ctypes.c_int64),
         ("data", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
         ("absmax", ctypes.c_void_p),
         ("code", ctypes.c_void_p),
     )
@@ -109,11 +108,12 @@ def load(path: str) -> ctypes.CDLL:
     kernels.qinfer_rotary.argtypes = [pointer, pointer, pointer, size, size, size]
     for name in ("rms_norm", "layer_norm", "activate", "rotary"):
         getattr(kernels, f"qinfer_{name}").restype = None
+    declare(kernels)
     return kernels
 
 
 class NativeWeight:
-    """A weight that the kernels can compute with, as it lies in the mapped file.
+    """A dense or NF4 weight that the kernels compute with as it lies in the mapped file.
 
     Attributes:
         weight: The weight; keeps its memory alive.
@@ -271,17 +271,25 @@ def rotary(kernels: ctypes.CDLL, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-def native(weight: Weight) -> Weight:
-    """Wrap a weight that the kernels take; return any other as it is."""
-    kernels, description = library(), _describe(weight)
-    if kernels is None or description is None:
+def native(weight: Weight, arena: Arena, *, threads: int) -> Weight:
+    """A weight as the kernels take it; one that they do not take as it is.
+
+    Args:
+        weight: Any.
+        arena: Where a repacked weight goes.
+        threads: How many repack.
+    """
+    kernels = library()
+    if kernels is None:
         return weight
-    return NativeWeight(kernels, weight, description)
+    if isinstance(weight, AffineWeight):
+        packable = is_packable(weight)
+        return PackedWeight(kernels, weight, arena, threads=threads) if packable else weight
+    description = _describe(weight)
+    return weight if description is None else NativeWeight(kernels, weight, description)
 
 
 def _describe(weight: Weight) -> _Weight | None:
-    if isinstance(weight, AffineWeight):
-        return _describe_affine(weight)
     if isinstance(weight, NF4Weight):
         return _describe_nf4(weight)
     if isinstance(weight, DenseWeight):
@@ -301,26 +309,6 @@ def _describe_dense(data: Tensor) -> _Weight | None:
         group=columns,
         row_bytes=data.itemsize * data.stride(0),
         data=data.data_ptr(),
-    )
-
-
-def _describe_affine(weight: AffineWeight) -> _Weight | None:
-    group, odd = divmod(weight.columns, weight.scale.shape[1])
-    whole = weight.bits == 8 or group % 32 == 0
-    tensors = (weight.packed, weight.scale)
-    if odd or not whole or weight.scale.dtype == torch.float32:
-        return None
-    if not all(t.is_contiguous() for t in tensors):
-        return None
-    return _Weight(
-        kind=_INT4 if weight.bits == 4 else _INT8,
-        scale_is_fp16=weight.scale.dtype == torch.float16,
-        rows=weight.shape[0],
-        columns=weight.columns,
-        group=group,
-        row_bytes=4 * weight.packed.shape[1],
-        data=weight.packed.data_ptr(),
-        scale=weight.scale.data_ptr(),
     )
 
 

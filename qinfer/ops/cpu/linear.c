@@ -1,4 +1,4 @@
-/* Matrix products with weights that stay as they lie on disk.
+/* Matrix products with dense and NF4 weights that stay as they lie on disk.
  *
  * Activations, sums and results are fp32, so these differ from the reference operations only in the
  * order of addition. A row of the result is computed by one thread in one order: it depends neither
@@ -18,33 +18,27 @@
 #endif
 
 enum { RUN = 32, TILE = 4, CHUNK_ROWS = 16, SCRATCH_FLOATS = 32768 };
-enum { INT4, INT8, NF4, BF16, FP16, FP32 };
+enum { NF4, BF16, FP16, FP32 };
 
 /* A weight of `rows` outputs and `columns` inputs; must match `_Weight` in kernels.py. */
 typedef struct {
-    int32_t kind;
-    int32_t scale_is_fp16; /* else bf16 */
+    int64_t kind;
     int64_t rows, columns;
-    int64_t group;      /* weights a scale, or a block of NF4 */
-    int64_t row_bytes;  /* of `data` */
+    int64_t group;     /* columns, or a block of NF4 */
+    int64_t row_bytes; /* of `data` */
     const uint8_t *data;
-    const uint16_t *scale; /* INT4, INT8: [rows, columns / group] */
-    const float *absmax;   /* NF4: [rows * columns / group] */
-    const float *code;     /* NF4: [16] */
+    const float *absmax; /* NF4: [rows * columns / group] */
+    const float *code;   /* NF4: [16] */
 } weight;
 
 static inline float scale_at(const weight *w, int64_t i, int kind)
 {
-    if (kind == NF4)
-        return w->absmax[i];
-    if (kind >= BF16)
-        return 1;
-    return w->scale_is_fp16 ? from_fp16(w->scale[i]) : from_bf16(w->scale[i]);
+    return kind == NF4 ? w->absmax[i] : 1;
 }
 
 static inline int64_t run_bytes(int kind)
 {
-    static const int64_t bytes[] = {RUN / 2, RUN, RUN / 2, 2 * RUN, 2 * RUN, 4 * RUN};
+    static const int64_t bytes[] = {RUN / 2, 2 * RUN, 2 * RUN, 4 * RUN};
     return bytes[kind];
 }
 
@@ -60,7 +54,7 @@ static inline float sum_lanes(const float a[8], const float b[8])
     return s[0];
 }
 
-/* x as the 4-bit formats read it: in each run of 32, the 16 values that go with the first nibbles of
+/* x as NF4 reads it: in each run of 32, the 16 values that go with the first nibbles of
  * 16 bytes, then the 16 that go with the second ones. */
 static void split_pairs(float *to, const float *x, int64_t columns)
 {
@@ -71,11 +65,10 @@ static void split_pairs(float *to, const float *x, int64_t columns)
         }
 }
 
-/* Weight k behind `data`, of the formats with one weight or more a byte. */
-static inline float single(const uint8_t *data, int64_t k, float s, int kind)
+/* Weight k behind `data`, of the dense formats. */
+static inline float single(const uint8_t *data, int64_t k, int kind)
 {
     switch (kind) {
-    case INT8: return s * (float)(data[k] - 128);
     case BF16: return from_bf16(((const uint16_t *)data)[k]);
     case FP16: return from_fp16(((const uint16_t *)data)[k]);
     default: return ((const float *)data)[k];
@@ -92,17 +85,13 @@ INLINE void unpack(const weight *w, const uint8_t *data, float s, float v[RUN], 
 {
     for (int j = 0; j < RUN / 2; j++) {
         switch (kind) {
-        case INT4:
-            v[j] = s * (float)((data[j] & 15) - 8);
-            v[RUN / 2 + j] = s * (float)((data[j] >> 4) - 8);
-            break;
         case NF4:
             v[j] = s * w->code[data[j] >> 4];
             v[RUN / 2 + j] = s * w->code[data[j] & 15];
             break;
         default:
-            v[j] = single(data, j, s, kind);
-            v[RUN / 2 + j] = single(data, RUN / 2 + j, s, kind);
+            v[j] = single(data, j, kind);
+            v[RUN / 2 + j] = single(data, RUN / 2 + j, kind);
         }
     }
 }
@@ -128,7 +117,7 @@ INLINE void tile(const weight *w, int64_t row, const float *x, float *out, int64
         }
         for (int64_t i = 0; k < w->group; i++, k++)
             for (int t = 0; t < tokens; t++)
-                tail[t] += single(data, i, s, kind) * x[t * w->columns + i];
+                tail[t] += single(data, i, kind) * x[t * w->columns + i];
         data += w->group % RUN * step / RUN;
         x += w->group % RUN;
     }
@@ -137,11 +126,6 @@ INLINE void tile(const weight *w, int64_t row, const float *x, float *out, int64
 }
 
 #ifdef HAVE_AVX2_VARIANTS
-AVX2 INLINE __m256 widen(__m128i bytes) /* the low 8 signed bytes */
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-}
-
 /* code[i] of 8 indices below 16: permutations of the lower and upper 8 entries, chosen by bit 3 */
 AVX2 INLINE __m256 look_up(__m128i bytes, __m256 low, __m256 high)
 {
@@ -163,34 +147,19 @@ AVX2 INLINE __m256 load_dense(const uint8_t *data, int i, int kind) /* the i-th 
 
 AVX2 INLINE void unpack_avx2(const weight *w, const uint8_t *data, __m256 s, __m256 v[4], int kind)
 {
-    const __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-    const __m128i sign = _mm_set1_epi8((char)0x80);
     if (kind >= BF16) {
         for (int i = 0; i < 4; i++)
             v[i] = load_dense(data, i, kind);
         return;
     }
-    __m128i p = _mm_loadu_si128((const __m128i *)data), q;
-    if (kind == INT8) {
-        q = _mm_xor_si128(_mm_loadu_si128((const __m128i *)(data + 16)), sign);
-        p = _mm_xor_si128(p, sign);
-    } else { /* nibbles: INT4 has the first one low, NF4 high */
-        __m128i high = _mm_and_si128(_mm_srli_epi16(p, 4), mask), low = _mm_and_si128(p, mask);
-        p = kind == INT4 ? _mm_sub_epi8(low, eight) : high;
-        q = kind == INT4 ? _mm_sub_epi8(high, eight) : low;
-    }
-    if (kind == NF4) {
-        const __m256 low = _mm256_loadu_ps(w->code), high = _mm256_loadu_ps(w->code + 8);
-        v[0] = look_up(p, low, high);
-        v[1] = look_up(_mm_srli_si128(p, 8), low, high);
-        v[2] = look_up(q, low, high);
-        v[3] = look_up(_mm_srli_si128(q, 8), low, high);
-    } else {
-        v[0] = widen(p);
-        v[1] = widen(_mm_srli_si128(p, 8));
-        v[2] = widen(q);
-        v[3] = widen(_mm_srli_si128(q, 8));
-    }
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)data), mask = _mm_set1_epi8(15);
+    const __m128i p = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask); /* the first one is high */
+    const __m128i q = _mm_and_si128(bytes, mask);
+    const __m256 low = _mm256_loadu_ps(w->code), high = _mm256_loadu_ps(w->code + 8);
+    v[0] = look_up(p, low, high);
+    v[1] = look_up(_mm_srli_si128(p, 8), low, high);
+    v[2] = look_up(q, low, high);
+    v[3] = look_up(_mm_srli_si128(q, 8), low, high);
     for (int i = 0; i < 4; i++)
         v[i] = _mm256_mul_ps(s, v[i]);
 }
@@ -219,7 +188,7 @@ AVX2 INLINE void tile_avx2(const weight *w, int64_t row, const float *x, float *
         }
         for (int64_t i = 0; k < w->group; i++, k++)
             for (int t = 0; t < tokens; t++)
-                tail[t] = __builtin_fmaf(single(data, i, s, kind), x[t * w->columns + i], tail[t]);
+                tail[t] = __builtin_fmaf(single(data, i, kind), x[t * w->columns + i], tail[t]);
         data += w->group % RUN * step / RUN;
         x += w->group % RUN;
     }
@@ -242,7 +211,7 @@ INLINE void unpack_row(const weight *w, int64_t row, float *to, int kind)
         for (; k + RUN <= w->group; k += RUN, data += step, to += RUN)
             unpack(w, data, s, to, kind);
         for (int64_t i = 0; k < w->group; i++, k++)
-            *to++ = single(data, i, s, kind);
+            *to++ = single(data, i, kind);
         data += w->group % RUN * step / RUN;
     }
 }
@@ -262,7 +231,7 @@ AVX2 INLINE void unpack_row_avx2(const weight *w, int64_t row, float *to, int ki
                 _mm256_storeu_ps(to + 8 * i, v[i]);
         }
         for (int64_t i = 0; k < w->group; i++, k++)
-            *to++ = single(data, i, s, kind);
+            *to++ = single(data, i, kind);
         data += w->group % RUN * step / RUN;
     }
 }
@@ -312,16 +281,10 @@ typedef void (*rows_function)(const weight *, int64_t begin, int64_t end, const 
     }
 
 #define DEFINE_ALL(suffix, attributes, tile, unpack_row)                                           \
-    DEFINE_TILES(tiles_int4##suffix, attributes, tile, INT4)                                       \
-    DEFINE_TILES(tiles_int8##suffix, attributes, tile, INT8)                                       \
     DEFINE_TILES(tiles_nf4##suffix, attributes, tile, NF4)                                         \
     DEFINE_TILES(tiles_bf16##suffix, attributes, tile, BF16)                                       \
     DEFINE_TILES(tiles_fp16##suffix, attributes, tile, FP16)                                       \
     DEFINE_TILES(tiles_fp32##suffix, attributes, tile, FP32)                                       \
-    DEFINE_ROWS(rows_int4##suffix, attributes, unpack_row, INT4, tiles_int4##suffix,               \
-                tiles_fp32##suffix)                                                                \
-    DEFINE_ROWS(rows_int8##suffix, attributes, unpack_row, INT8, tiles_int8##suffix,               \
-                tiles_fp32##suffix)                                                                \
     DEFINE_ROWS(rows_nf4##suffix, attributes, unpack_row, NF4, tiles_nf4##suffix,                  \
                 tiles_fp32##suffix)                                                                \
     DEFINE_ROWS(rows_bf16##suffix, attributes, unpack_row, BF16, tiles_bf16##suffix,               \
@@ -329,8 +292,7 @@ typedef void (*rows_function)(const weight *, int64_t begin, int64_t end, const 
     DEFINE_ROWS(rows_fp16##suffix, attributes, unpack_row, FP16, tiles_fp16##suffix,               \
                 tiles_fp32##suffix)                                                                \
     static const rows_function rows_by_kind##suffix[] = {                                          \
-        rows_int4##suffix, rows_int8##suffix, rows_nf4##suffix,                                    \
-        rows_bf16##suffix, rows_fp16##suffix, tiles_fp32##suffix};
+        rows_nf4##suffix, rows_bf16##suffix, rows_fp16##suffix, tiles_fp32##suffix};
 
 DEFINE_ALL(, , tile, unpack_row)
 #ifdef HAVE_AVX2_VARIANTS
@@ -366,7 +328,7 @@ static void run_chunk(const void *work, int64_t chunk)
 int qinfer_linear(const weight *w, const float *x, int64_t tokens, float *out, int threads)
 {
     float *split = NULL;
-    if (w->kind == INT4 || w->kind == NF4) {
+    if (w->kind == NF4) {
         split = malloc((size_t)(tokens * w->columns) * sizeof *split);
         if (!split)
             return 0;

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qinfer.ops.cpu import kernels
 from qinfer.ops.cpu.kernels import NativeWeight, native
+from qinfer.ops.cpu.packed import Arena, PackedWeight
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.weights import Weight
@@ -19,16 +20,17 @@ _FEW_TOKENS = 4
 
 
 class CPUOps(ReferenceOps):
-    """Activations in fp32 as in the reference; sums differ in their order only.
+    """Activations in fp32 as in the reference, rounded to 16 bits before 4- and 8-bit weights.
 
-    In the kernels that order is the same for one token as for many: a token's result does not
-    depend on which others are computed with it, nor on the number of threads. What they do not
+    In the kernels the order of sums is the same for one token as for many: a token's result does
+    not depend on which others are computed with it, nor on the number of threads. What they do not
     cover is computed token by token, so that this stays true.
     """
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self._kernels = kernels.library()
         self._threads = torch.get_num_threads()
+        self._arena = Arena()
         super().__init__(
             torch.device("cpu"),
             torch.float32,
@@ -53,8 +55,8 @@ class CPUOps(ReferenceOps):
             torch.set_num_threads(before)
 
     def prepare(self, weight: Weight) -> Weight:
-        """Describe a weight to the kernels; it stays mapped."""
-        return native(weight)
+        """Repack a 4- or 8-bit weight; any other stays mapped."""
+        return native(weight, self._arena, threads=self._threads)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `ReferenceOps.rms_norm`."""
@@ -70,7 +72,7 @@ class CPUOps(ReferenceOps):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """See `ReferenceOps.linear`."""
-        if not isinstance(weight, NativeWeight):
+        if not isinstance(weight, NativeWeight | PackedWeight):
             return super().linear(x, weight, bias)
         y = weight.linear(x, self._threads)
         return y if bias is None else y.add_(bias)

@@ -6,6 +6,7 @@ import click
 
 from qinfer_cli.convert import convert
 from qinfer_cli.errors import ErrorHandlingGroup
+from qinfer_cli.evaluate import evaluate
 from qinfer_cli.generate import generate
 
 # torch's threads sleep between two of its operations instead of spinning on the cores that the
@@ -26,3 +27,4 @@ def cli() -> None:
 
 cli.add_command(convert)
 cli.add_command(generate)
+cli.add_command(evaluate)

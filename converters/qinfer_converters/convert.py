@@ -12,6 +12,7 @@ whole tensor where the source stores it transposed.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -330,6 +331,7 @@ def _finish(source: Source, plan: Plan, part: Path, digests: dict[str, str]) -> 
 
 
 def _record(source: Source, plan: Plan, digests: dict[str, str]) -> dict[str, Any]:
+    kv_cache = {} if plan.kv_format is None else {"kv_cache": dataclasses.asdict(plan.kv_format)}
     return {
         "format_version": 1,
         "qinfer_version": qinfer.__version__,
@@ -337,7 +339,9 @@ def _record(source: Source, plan: Plan, digests: dict[str, str]) -> dict[str, An
         "source_fingerprint": source.fingerprint,
         "scheme": plan.scheme,
         "group_size": plan.group_size,
+        "parameters": plan.parameters,
         "bits_per_weight": round(plan.bits_per_weight, 3),
+        **kv_cache,
         "tensors": {t.module: str(t.format) for t in plan.tensors if len(t.shape) == 2},
         "sha256": dict(sorted(digests.items())),
     }

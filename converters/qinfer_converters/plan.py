@@ -19,6 +19,7 @@ from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError, UnsupportedModelError
 from qinfer.models.architectures import TABLE, TensorSpec, expected_tensors, prefix_in
 from qinfer.quant import nf4
+from qinfer.quant.kv import KVFormat
 from qinfer.quant.spec import (
     GROUP_SIZES,
     NF4,
@@ -86,6 +87,7 @@ class Plan:
         shards: The same, cut into files.
         config: The `config.json` to write.
         dropped: Source tensors that the architecture does not use.
+        kv_format: Default of the key-value cache, to be recorded; None records nothing.
         notes: Lines for the user about the model as a whole.
     """
 
@@ -95,6 +97,7 @@ class Plan:
     shards: list[list[TensorPlan]]
     config: dict[str, Any]
     dropped: list[str]
+    kv_format: KVFormat | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -126,6 +129,7 @@ def make_plan(
     scheme_name: str,
     group_size: int | None = None,
     *,
+    kv_format: KVFormat | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Plan:
     """Plan a conversion.
@@ -135,14 +139,18 @@ def make_plan(
         scheme_name: A key of `SCHEMES`.
         group_size: Weights that share a scale; None takes the default and lets single tensors
             fall back to a smaller size or to int8.
+        kv_format: Default of the key-value cache; None leaves it open.
         max_shard_bytes: Size after which a new file is begun.
 
     Raises:
         CheckpointError: Tensors missing, of other shapes than the configuration implies, or a
             group size that was asked for does not divide a row.
+        QInferError: The format of the key-value cache does not fit the model.
         UnsupportedModelError: The architecture is not covered.
     """
     config = ModelConfig.from_dict(source.config, origin=f"{source.label}: config.json")
+    if kv_format is not None:
+        kv_format.check(config.head_dim)
     specs, dropped = _match(source, config)
     scheme = SCHEMES[scheme_name]
     parameters = sum(math.prod(s.shape) for s in specs)
@@ -157,6 +165,7 @@ def make_plan(
         shards=_cut(tensors, max_shard_bytes),
         config=_output_config(source.config, scheme, chooser.dtype, tensors),
         dropped=dropped,
+        kv_format=kv_format,
         notes=_notes(config, scheme),
     )
 
@@ -394,6 +403,9 @@ def summary(plan: Plan, source: Source) -> Iterator[str]:
         yield "left out because the architecture does not use them:"
         yield from (f"  {n}" for n in _collapsed(plan.dropped))
     yield from plan.notes
+    if plan.kv_format is not None:
+        k, v = plan.kv_format.k_bits, plan.kv_format.v_bits
+        yield f"KV cache: keys {k} bits, values {v} bits"
     before = sum(t.nbytes for t in source.tensors.values())
     yield (
         f"{plan.parameters / 1e6:,.1f} M parameters, {before / 1e6:,.1f} MB "

@@ -167,7 +167,7 @@ class LanguageModel:
         self.directory = directory
         raw = read_json(directory / "config.json")
         self.config = ModelConfig.from_dict(raw, origin=str(directory / "config.json"))
-        _check_quantization(raw, directory)
+        check_quantization(raw, directory)
         path = directory / "generation_config.json"
         self.generation_config: Mapping[str, Any] = read_json(path) if path.exists() else {}
         self.tokenizer = Tokenizer.load(directory)
@@ -325,7 +325,12 @@ class LanguageModel:
         self._completions.pop(sequence, None)
 
 
-def _check_quantization(raw: Mapping[str, Any], directory: Path) -> None:
+def check_quantization(raw: Mapping[str, Any], directory: Path) -> None:
+    """Refuse a model whose `config.json` declares a quantization that cannot be read.
+
+    Raises:
+        UnsupportedModelError: It does.
+    """
     declared = raw.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, dict) else declared
     if method is not None and method not in _READABLE_METHODS:

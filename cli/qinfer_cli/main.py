@@ -8,6 +8,7 @@ from qinfer_cli.convert import convert
 from qinfer_cli.errors import ErrorHandlingGroup
 from qinfer_cli.evaluate import evaluate
 from qinfer_cli.generate import generate
+from qinfer_cli.inspect import inspect
 
 # torch's threads sleep between two of its operations instead of spinning on the cores that the
 # compiled kernels' own threads need. OpenMP reads this once, when torch is loaded, which is later.
@@ -27,4 +28,5 @@ def cli() -> None:
 
 cli.add_command(convert)
 cli.add_command(generate)
+cli.add_command(inspect)
 cli.add_command(evaluate)

@@ -107,6 +107,21 @@ def layer_by_layer(
     return compare(subjects, _subject(model, _HALF), windows, progress=progress)
 
 
+def require_same_tokenizer(model: LanguageModel, other: LanguageModel) -> None:
+    """Refuse models whose predictions are not about the same tokens.
+
+    Raises:
+        QInferError: They are not.
+    """
+    ours, theirs = (m.tokenizer.backend.get_vocab(with_added_tokens=True) for m in (model, other))
+    if ours != theirs:
+        raise QInferError(
+            f"{model.directory} and {other.directory} have different tokenizers, so their "
+            "predictions cannot be compared",
+            hint="Give --against the model that this one was converted from.",
+        )
+
+
 def against(
     model: LanguageModel,
     other: LanguageModel,
@@ -119,13 +134,7 @@ def against(
     Raises:
         QInferError: They do not have the same tokenizer.
     """
-    ours, theirs = (m.tokenizer.backend.get_vocab(with_added_tokens=True) for m in (model, other))
-    if ours != theirs:
-        raise QInferError(
-            f"{model.directory} and {other.directory} have different tokenizers, so their "
-            "predictions cannot be compared",
-            hint="Give --against the model that this one was converted from.",
-        )
+    require_same_tokenizer(model, other)
     subject, reference = _subject(model, model.kv_format), _subject(other, _HALF)
     return compare([subject], reference, windows, progress=progress)[0]
 

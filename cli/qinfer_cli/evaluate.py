@@ -157,6 +157,8 @@ def _report(
     origin = "the built-in text" if text is None else str(options["text_file"])
     text = quality.probe_text() if text is None else text
     windows = quality.windows_of(model, text, tokens=tokens, origin=origin)
+    if other is not None:
+        quality.require_same_tokenizer(model, other)  # before anything that takes long
     count, per_layer = sum(map(len, windows)), options["per_layer"]
     with tqdm(
         total=count * _passes(model, other, per_layer),

@@ -253,7 +253,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     ]
     if rows:
         yield ""
-        yield from aligned([("against", "perplexity", *_DIFFERENCES), *rows])
+        yield from aligned([("against", "its perplexity", *_DIFFERENCES), *rows])
     if report["layers"]:
         yield ""
         yield from aligned(

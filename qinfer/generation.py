@@ -100,9 +100,12 @@ class Completion:
         )
 
     def __iter__(self) -> Iterator[str]:
-        """Yield text as it becomes final; others that are queued go on meanwhile."""
+        """Yield text as it becomes final; others that are queued go on meanwhile.
+
+        Ends where it is cancelled.
+        """
         sent = 0
-        while self.finish_reason is None or sent < len(self.text):
+        while self._model.holds(self) or sent < len(self.text):
             if sent < len(self.text):
                 piece, sent = self.text[sent:], len(self.text)
                 yield piece
@@ -317,6 +320,10 @@ class LanguageModel:
                 self.cancel(completion)
                 ended.append(completion)
         return ended
+
+    def holds(self, completion: Completion) -> bool:
+        """Whether a completion is queued or running."""
+        return completion.sequence in self._completions
 
     def cancel(self, completion: Completion) -> None:
         """Drop a completion, queued or running."""

@@ -1,5 +1,6 @@
 """A model directory as a whole: prompts to tokens, tokens to text, ends, seeds and figures."""
 
+import itertools
 import json
 import shutil
 
@@ -303,7 +304,8 @@ class Clock:
 
 
 def test_times_run_from_the_start_to_the_first_token_and_from_there_to_the_last(model, monkeypatch):
-    monkeypatch.setattr("qinfer.generation.time", Clock(10.0, 12.0, 12.5, 13.0, 15.0))
+    steps = [10.0, 12.0], [12.1, 12.5], [12.6, 13.0], [13.1, 15.0]  # begin and end
+    monkeypatch.setattr("qinfer.engine.engine.time", Clock(*itertools.chain(*steps)))
     _, completion = say(model, "abc")
     usage = completion.usage
     assert usage == Usage(prompt_tokens=3, completion_tokens=4, ttft_s=2.0, decode_s=3.0)
@@ -313,7 +315,7 @@ def test_times_run_from_the_start_to_the_first_token_and_from_there_to_the_last(
 
 
 def test_a_single_token_has_no_time_per_output_token(model, monkeypatch):
-    monkeypatch.setattr("qinfer.generation.time", Clock(10.0, 12.0))
+    monkeypatch.setattr("qinfer.engine.engine.time", Clock(10.0, 12.0))
     _, completion = say(model, "abc", max_tokens=1)
     assert completion.usage == Usage(3, 1, ttft_s=2.0, decode_s=0.0)
     assert completion.usage.tpot_s is None
@@ -322,10 +324,80 @@ def test_a_single_token_has_no_time_per_output_token(model, monkeypatch):
 
 def test_usage_is_not_known_before_the_end(model):
     completion = model.complete([1], GREEDY, max_tokens=3)
-    with pytest.raises(RuntimeError, match="iterate"):
+    with pytest.raises(RuntimeError, match="not ended"):
         _ = completion.usage
     list(completion)
     assert completion.usage.completion_tokens == 3
+
+
+def test_the_time_in_the_queue_is_not_that_to_the_first_token(model, monkeypatch):
+    times = [10.0, 12.0], [20.0, 21.0]
+    monkeypatch.setattr("qinfer.engine.engine.time", Clock(*itertools.chain(*times)))
+    model.engine.scheduler.max_sequences = 1
+    first, second = (model.complete(ids, GREEDY, max_tokens=1) for ids in ([1], [2]))
+    list(second)
+    assert (first.usage.ttft_s, second.usage.ttft_s) == (2.0, 1.0)
+
+
+def test_completions_run_side_by_side_whichever_is_iterated(model):
+    prompts = [[1, 2, 3], [4], [1, 2, 3, 4]]
+    alone = []
+    for ids in prompts:
+        completion = model.complete(ids, GREEDY, max_tokens=20)
+        alone.append("".join(completion))
+    together = [model.complete(ids, GREEDY, max_tokens=20) for ids in prompts]
+    assert "".join(together[1]) == alone[1]
+    assert [completion.finish_reason for completion in together] == ["length"] * 3
+    assert ["".join(completion) for completion in together] == alone
+
+
+def test_a_step_tells_which_completions_have_ended_in_it(model):
+    short, long = (model.complete([i], GREEDY, max_tokens=n) for i, n in ((1, 2), (2, 4)))
+    assert [model.step() for _ in range(5)] == [[], [short], [], [long], []]
+    assert model.stats.kv_used == 0
+
+
+def test_a_stop_string_ends_a_completion_at_once_and_leaves_the_others_alone(model):
+    ids = model.tokenizer.encode("abcdef")
+
+    def logits(hidden):
+        out = torch.zeros(len(hidden), model.config.vocab_size)
+        out[:, ids[model.step_number % 6]] = 50
+        model.step_number += 1
+        return out
+
+    model.step_number, model.engine.decoder.logits = 0, logits
+    stopped = model.complete([1], GREEDY, stop=["c"], max_tokens=6)
+    other = model.complete([2], GREEDY, max_tokens=6)
+    assert "".join(other) == "abcdef"
+    assert (stopped.text, stopped.finish_reason) == ("ab", "stop")
+    assert len(stopped.token_ids) == 3
+
+
+def test_a_cancelled_completion_ends_with_the_text_that_it_has(model):
+    ids = model.tokenizer.encode("abcdef")
+    script(model, [*ids])
+    completion = model.complete([1, 2, 3], GREEDY, max_tokens=6)
+    text = iter(completion)
+    assert next(text) == "a"
+    model.cancel(completion)
+    model.cancel(completion)  # twice is fine
+    assert list(text) == []
+    assert completion.finish_reason is None
+    assert model.stats.running == model.stats.waiting == 0
+    assert list(completion) == ["a"]
+
+
+def test_tokens_found_in_the_cache_are_counted(model):
+    ids = [i % 250 for i in range(70)]
+    first, second = (model.complete(ids, GREEDY, max_tokens=2) for _ in range(2))
+    list(second)
+    assert (first.usage.reused_tokens, second.usage.reused_tokens) == (0, 70)
+    third = model.complete(ids, GREEDY, max_tokens=2)
+    list(third)
+    assert third.usage.reused_tokens == 64
+    assert third.token_ids == first.token_ids == second.token_ids
+    assert model.stats.reused_tokens == 134
 
 
 @pytest.mark.parametrize("broken_at", [0, 3])

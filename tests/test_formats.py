@@ -8,6 +8,8 @@ import torch
 import transformers
 
 from qinfer.generation import LanguageModel
+from qinfer.ops.paged import Batch
+from qinfer.quant.kv import KVFormat
 from qinfer.sampling import SamplingParams
 from qinfer_converters.convert import convert
 from qinfer_converters.huggingface import HuggingFaceSource
@@ -70,12 +72,12 @@ def test_transformers_generates_the_same_tokens(scheme, group_size, name, tiny_m
             do_sample=False,
             eos_token_id=None,
         )[0, len(ids) :].tolist()
-    model = LanguageModel(out, device="cpu")
+    model = LanguageModel(out, device="cpu", kv_format=KVFormat(32, 32))
     model.engine.stop_ids = frozenset()
     model.engine.vocab_size = model.config.vocab_size  # transformers does not mask padding
-    decoder = model.engine.decoder
-    sequence = model.engine.start(ids, GREEDY, 1)
+    decoder, cache = model.engine.decoder, model.engine.cache
+    batch = Batch.of([(ids, 0)], [[[0]]] * len(cache.blocks), [0], torch.device("cpu"))
     with torch.inference_mode():
-        logits = decoder.logits(decoder.forward(torch.tensor(ids), sequence.cache))
+        logits = decoder.logits(decoder.forward(batch, cache.layers))
     assert (logits - expected_logits).abs().max() < 1e-4
     assert generate(model, ids, 48) == expected

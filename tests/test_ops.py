@@ -12,14 +12,16 @@ from qinfer import ops
 from qinfer.config import ACTIVATIONS
 from qinfer.errors import QInferError
 from qinfer.ops import reference
+from qinfer.ops.cpu import kernels
 from qinfer.ops.cpu.ops import CPUOps
+from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant import affine, nf4
+from qinfer.quant.kv import BLOCK_TOKENS, KVSide
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
 
 CPU = torch.device("cpu")
 OPS = ReferenceOps(CPU, torch.float32)
-HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (4, 1)}
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -27,88 +29,59 @@ def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-def attention_by_loops(q, keys, values, scale, window):
-    """One query at a time, one head at a time."""
-    tokens, heads, head_dim = q.shape
-    kv_heads, length, _ = keys.shape
-    out = torch.empty(tokens, heads, head_dim)
-    for t in range(tokens):
-        position = length - tokens + t
-        first = 0 if window is None else max(0, position - window + 1)
-        for h in range(heads):
-            kv = h // (heads // kv_heads)
-            seen = range(first, position + 1)
-            scores = torch.stack([q[t, h] @ keys[kv, s] for s in seen]) * scale
-            weights = scores.exp() / scores.exp().sum()
-            out[t, h] = sum(w * values[kv, s] for w, s in zip(weights, seen, strict=True))
-    return out
+def attend(ops, q, k, v, *, scale=0.25, window=None):
+    """Attention of all tokens of one sequence at once, its cache in fp32."""
+    tokens, kv_heads, head_dim = k.shape
+    count = -(-tokens // BLOCK_TOKENS)
+    keys, values = (
+        KVSide.allocate(
+            32,
+            is_keys=is_keys,
+            heads=(kv_heads, head_dim),
+            blocks=count,
+            slots=1,
+            half=torch.float16,
+            device=CPU,
+        )
+        for is_keys in (True, False)
+    )
+    batch = Batch.of([([0] * tokens, 0)], [[list(range(count))]], [0], CPU)
+    return ops.attention(q, k, v, KVLayer(keys, values, window=window), batch, scale=scale)
 
 
-def attention_inputs(heads, tokens, length, head_dim=8, dtype=torch.float32):
-    query_heads, kv_heads = HEADS[heads]
+def attention_inputs(heads, kv_heads, tokens, head_dim=8):
     return (
-        randn(tokens, query_heads, head_dim, seed=1, dtype=dtype),
-        randn(kv_heads, length, head_dim, seed=2, dtype=dtype),
-        randn(kv_heads, length, head_dim, seed=3, dtype=dtype),
+        randn(tokens, heads, head_dim, seed=1),
+        randn(tokens, kv_heads, head_dim, seed=2),
+        randn(tokens, kv_heads, head_dim, seed=3),
     )
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("tokens", "length"), [(1, 1), (1, 9), (2, 9), (5, 9), (9, 9)])
-@pytest.mark.parametrize("window", [None, 1, 4, 5, 8, 9, 10])
-def test_attention_is_a_softmax_over_the_visible_keys(heads, tokens, length, window):
-    q, keys, values = attention_inputs(heads, tokens, length)
-    expected = attention_by_loops(q, keys, values, 0.37, window)
-    found = OPS.attention(q, keys, values, scale=0.37, window=window)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("window", [7, 8, 9])
+@pytest.mark.parametrize("window", [7, 8, 9, 33])
 def test_a_windowed_token_stops_seeing_a_key_exactly_window_tokens_later(window):
-    length, lost = 12, 3
-    q, keys, values = attention_inputs("gqa", length, length)
-    changed = values.clone()
-    changed[:, lost] += 100
-    before, after = (OPS.attention(q, keys, v, scale=0.3, window=window) for v in (values, changed))
+    length, lost = 70, 3
+    q, k, v = attention_inputs(6, 2, length)
+    changed = v.clone()
+    changed[lost] += 100
+    before, after = (attend(OPS, q, k, x, window=window) for x in (v, changed))
     differs = (before != after).flatten(1).any(1).tolist()
     assert differs == [lost <= t < lost + window for t in range(length)]
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 100])
-@pytest.mark.parametrize("start", range(10))
-@pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_attention_of_a_chunk_is_a_slice_of_attention_of_all(start, tokens, window):
-    q, keys, values = attention_inputs("gqa", 12, 12)
-    stop = start + tokens
-    whole = OPS.attention(q, keys, values, scale=0.4, window=window)
-    chunk = OPS.attention(q[start:stop], keys[:, :stop], values[:, :stop], scale=0.4, window=window)
-    torch.testing.assert_close(chunk, whole[start:stop])
-
-
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("tokens", [1, 17, 40])
-def test_attention_equals_torch_scaled_dot_product_attention(heads, tokens):
-    q, keys, values = attention_inputs(heads, tokens, 40, head_dim=16)
-    mask = torch.ones(tokens, 40, dtype=torch.bool).tril(40 - tokens)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (4, 1)])
+@pytest.mark.parametrize("tokens", [1, 17, 40, 64])
+def test_attention_equals_torch_scaled_dot_product_attention(heads, kv_heads, tokens):
+    q, k, v = attention_inputs(heads, kv_heads, tokens, head_dim=16)
     expected = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], mask, scale=0.25, enable_gqa=True
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=0.25, enable_gqa=True
     )[0].transpose(0, 1)
-    torch.testing.assert_close(OPS.attention(q, keys, values, scale=0.25, window=None), expected)
+    torch.testing.assert_close(attend(OPS, q, k, v), expected)
 
 
-def test_attention_of_large_scores_does_not_overflow():
-    q, keys, values = attention_inputs("gqa", 3, 3)
-    found = OPS.attention(q * 1e4, keys * 1e4, values, scale=1.0, window=None)
-    assert found.isfinite().all()
-
-
-def test_attention_reads_a_cache_that_is_not_contiguous():
-    q, keys, values = attention_inputs("gqa", 3, 20)
-    expected = OPS.attention(
-        q, keys[:, :9].contiguous(), values[:, :9].contiguous(), scale=0.4, window=None
-    )
-    found = OPS.attention(q, keys[:, :9], values[:, :9], scale=0.4, window=None)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("ops", [OPS, CPUOps()], ids=["reference", "cpu"])
+def test_attention_of_large_scores_does_not_overflow(ops):
+    q, k, v = attention_inputs(6, 2, 40)
+    assert attend(ops, q * 1e4, k * 1e4, v, scale=1.0).isfinite().all()
 
 
 def test_rotary_multiplies_pairs_as_complex_numbers_by_their_angle():
@@ -254,15 +227,13 @@ class TestSixteenBitActivations:
         vectors = randn(96, seed=1), randn(96, seed=2)
         bias = randn(37, seed=3, dtype=dtype)
         heads, cos, sin = x.view(4, 6, 16), randn(4, 8, seed=1).cos(), randn(4, 8, seed=1).sin()
-        cache = randn(2, 9, 16, seed=5, dtype=dtype), randn(2, 9, 16, seed=6, dtype=dtype)
+        k, v = randn(4, 2, 16, seed=5, dtype=dtype), randn(4, 2, 16, seed=6, dtype=dtype)
         calls = {
             "rms_norm": lambda o, c: o.rms_norm(c(x), vectors[0], 1e-5),
             "layer_norm": lambda o, c: o.layer_norm(c(x), *vectors, 1e-5),
             "linear": lambda o, c: o.linear(c(x), weight, c(bias)),
             "rotary": lambda o, c: o.rotary(c(heads), cos, sin),
-            "attention": lambda o, c: o.attention(
-                c(heads), c(cache[0]), c(cache[1]), scale=0.25, window=5
-            ),
+            "attention": lambda o, c: attend(o, c(heads), c(k), c(v), window=3),
             "activation": lambda o, c: o.activation(c(x), "gelu_new"),
             "gated_activation": lambda o, c: o.gated_activation(c(x), c(x), "silu"),
         }
@@ -301,19 +272,49 @@ def test_cuda_without_a_device_is_an_error_that_says_so(monkeypatch):
     assert "--device" in caught.value.hint
 
 
-def test_a_decode_step_keeps_torch_to_one_thread_and_gives_them_back():
+@pytest.fixture
+def two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        cpu = CPUOps()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_step_keeps_torch_to_one_thread_and_gives_them_back(
+    two_threads, has_kernels, monkeypatch
+):
+    """Unless it is torch that computes, and there is something to compute."""
+    monkeypatch.setattr(kernels, "library", lambda: object() if has_kernels else None)
+    cpu = CPUOps()
+    with cpu.forward_pass(1):
+        assert torch.get_num_threads() == 1
         with cpu.forward_pass(1):
             assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-        with cpu.forward_pass(100):
-            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    with cpu.forward_pass(100):
+        assert torch.get_num_threads() == (1 if has_kernels else 2)
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ZeroDivisionError), cpu.forward_pass(1):
+        _ = 1 / 0
+    assert torch.get_num_threads() == 2
 
-        with pytest.raises(ZeroDivisionError), cpu.forward_pass(1):
-            _ = 1 / 0
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "layer_norm", "silu", "gelu", "attention"])
+def test_a_token_alone_is_the_same_to_the_bit_where_that_is_asked_for(name):
+    one_by_one = ReferenceOps(CPU, torch.float32, deterministic=True)
+    x, weight, vectors = randn(40, 96), affine_weight(37, 96, 4, 32, torch.bfloat16), randn(2, 96)
+    q, k, v = attention_inputs(6, 2, 40)
+    call = {
+        "linear": lambda o, n: o.linear(x[:n], weight, None),
+        "rms_norm": lambda o, n: o.rms_norm(x[:n], vectors[0], 1e-5),
+        "layer_norm": lambda o, n: o.layer_norm(x[:n], *vectors, 1e-5),
+        "silu": lambda o, n: o.activation(x[:n], "silu"),
+        "gelu": lambda o, n: o.activation(x[:n], "gelu"),
+        "attention": lambda o, n: attend(o, q[:n], k[:n], v[:n]),
+    }[name]
+    whole = call(one_by_one, 40)
+    for n in (1, 2, 3, 17, 33):
+        assert torch.equal(call(one_by_one, n), whole[:n])
+    torch.testing.assert_close(whole, call(OPS, 40), rtol=1e-5, atol=1e-5)

@@ -222,15 +222,20 @@ def test_a_context_that_slides_is_attention_over_its_last_tokens_at_their_positi
 ):
     _, reference = load(tiny_model(name))
     engine = engine_of(
-        tiny_model(name), context_tokens=context_tokens, context_policy=policy, step_tokens=7
+        tiny_model(name),
+        context_tokens=context_tokens,
+        context_policy=policy,
+        step_tokens=7,
+        max_sequences=1,  # so the cache is as small as can be
     )
     logits, compute = [], engine.decoder.logits
     monkeypatch.setattr(
         engine.decoder, "logits", lambda hidden: logits.append(compute(hidden)) or logits[-1]
     )
     sequence = engine.add(prompt(19).tolist(), GREEDY, 110)
-    while sequence.finish_reason is None:
+    for _ in range(200):
         engine.step()
+    assert sequence.finish_reason == "length"
     ids = torch.tensor(sequence.token_ids)
     at = torch.arange(len(ids))
     query = at.unsqueeze(1)

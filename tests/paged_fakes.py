@@ -16,6 +16,7 @@ import torch
 from qinfer.cache.blocks import BlockPool
 from qinfer.cache.tables import BlockTables, Copy, Reach
 from qinfer.ops.paged import Batch
+from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.kv import BLOCK_TOKENS
 
 VOCAB = 16
@@ -153,7 +154,7 @@ class FakeDecoder:
     """
 
     def __init__(self, prefixes: Prefixes, fails: dict[int, Exception] | None = None) -> None:
-        self.ops = SimpleNamespace(device=torch.device("cpu"))
+        self.ops = ReferenceOps(torch.device("cpu"), torch.float32)
         self.prefixes = prefixes
         self.fails = fails or {}
         self.steps = 0

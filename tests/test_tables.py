@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hypothesis.stateful import (
     invariant,
     multiple,
     rule,
+    run_state_machine_as_test,
 )
 
 from qinfer.cache.blocks import BlockPool, digest
@@ -28,9 +31,7 @@ SINKS = (0, 1, 4, 32, 33)
 TEXTS = ([1] * 200, [i % 7 for i in range(200)], [1] * 64 + [2] * 136)
 SLOTS = 8
 
-reaches = st.builds(Reach, st.none()) | st.builds(
-    Reach, st.sampled_from(WINDOWS), st.sampled_from(SINKS)
-)
+reaches = st.just(Reach()) | st.builds(Reach, st.sampled_from(WINDOWS), st.sampled_from(SINKS))
 
 
 def chain(tokens: list[int]) -> list[bytes]:
@@ -62,12 +63,13 @@ class TablesMachine(RuleBasedStateMachine):
     """
 
     sequences = Bundle("sequences")
+    events: ClassVar[Counter[str]] = Counter()
 
     @initialize(
         groups=st.lists(reaches, min_size=1, max_size=3),
-        capacity=st.integers(2, 14),
+        capacity=st.integers(3, 16),
         step_tokens=st.sampled_from((1, 8, 32, 40, 70)),
-        retained=st.sampled_from((None, 0, 3)),
+        retained=st.sampled_from((None, None, 0, 3)),
         opens=st.booleans(),
     )
     def begin(self, groups, capacity, step_tokens, retained, opens):
@@ -97,10 +99,11 @@ class TablesMachine(RuleBasedStateMachine):
     @rule(
         target=sequences,
         text=st.sampled_from(TEXTS),
-        common=st.integers(0, 130),
+        common=st.sampled_from((0, 20, 31, 32, 33, 64, 65, 96, 100, 130)),
         own=st.lists(st.integers(0, 2), max_size=3),
+        then=st.sampled_from(("wait", "prefill", "prefill", "end")),
     )
-    def begin_sequence(self, text, common, own):
+    def begin_sequence(self, text, common, own, then):
         tokens = [*text[:common], *own] or [0]
         if not self.slots:
             return multiple()
@@ -108,10 +111,16 @@ class TablesMachine(RuleBasedStateMachine):
         expected = self.longest_prefix(tokens)
         live.computed = self.tables.reuse(live.blocks, tokens, len(tokens) - 1)
         assert live.computed == expected
+        self.events["reused"] += live.computed > 0
+        self.events["reused in part"] += any(RELEASED in table for table in live.blocks.tables)
         self.live.append(live)
         self.only_what_is_in_sight_is_held(live)
         for number, table in enumerate(live.blocks.tables):
             assert len(table) == live.computed // BLOCK_TOKENS, number
+        if then != "wait":
+            self.prefill(live)
+        if then == "end" and live in self.live:
+            self.drop(live)
         return live
 
     def longest_prefix(self, tokens):
@@ -131,7 +140,9 @@ class TablesMachine(RuleBasedStateMachine):
         counts=st.lists(st.integers(1, 70), min_size=4, max_size=4),
     )
     def step(self, chosen, counts):
-        chosen = [live for live in chosen if live in self.live and live.pending]
+        self.run_step([live for live in chosen if live in self.live and live.pending], counts)
+
+    def run_step(self, chosen, counts):
         copies, running = [], []
         for live, count in zip(list(chosen), counts, strict=False):
             count = min(count, live.pending, self.step_tokens)
@@ -141,8 +152,10 @@ class TablesMachine(RuleBasedStateMachine):
                     copies.append(made)
                     running.append((live, count))
                     break
+                self.events["too few blocks"] += 1
                 self.drop(chosen.pop())
         for made in copies:
+            self.events["copied"] += len(made)
             self.cache.copy(made)
         for live, count in running:
             self.write(live, count)
@@ -209,16 +222,38 @@ class TablesMachine(RuleBasedStateMachine):
         if live in self.live and not live.pending and len(live.tokens) < 190:
             live.tokens.extend(tokens)
 
-    @rule(target=sequences, live=sequences)
-    def fork(self, live):
-        if live not in self.live or live.pending or not self.slots:
+    def prefill(self, live):
+        while live in self.live and live.pending:
+            self.run_step([live], [self.step_tokens])
+
+    @rule(
+        target=sequences,
+        live=sequences,
+        first=st.lists(st.integers(0, 2), min_size=2, max_size=3),
+        text=st.lists(st.integers(0, 2), max_size=40),
+    )
+    def fork(self, live, first, text):
+        """Each samples a token at once, and goes on with the others."""
+        if live not in self.live or live.pending or len(self.slots) < len(first):
             return multiple()
-        slot = self.slots.pop()
-        twin = Live(list(live.tokens), self.tables.fork(live.blocks), slot, live.computed)
-        self.cache.copy_open(live.slot, slot)
-        assert twin.blocks.tables == live.blocks.tables
-        self.live.append(twin)
-        return twin
+        choices = [live]
+        for _ in first[1:]:
+            twin = Live(list(live.tokens), self.tables.fork(live.blocks), self.slots.pop())
+            twin.computed = live.computed
+            self.cache.copy_open(live.slot, twin.slot)
+            assert twin.blocks.tables == live.blocks.tables
+            self.live.append(twin)
+            choices.append(twin)
+        twins = choices[1:]
+        for choice, token in zip(choices, first, strict=True):
+            choice.tokens.append(token)
+        self.run_step(list(choices), [1] * len(choices))
+        for token in text:
+            choices = [choice for choice in choices if choice in self.live]
+            for number, choice in enumerate(choices):
+                choice.tokens.append((token + number) % 3)
+            self.run_step(list(choices), [1] * len(choices))
+        return multiple(*twins)
 
     @rule(live=sequences)
     def give_way_between_growing_and_writing(self, live):
@@ -286,8 +321,14 @@ class TablesMachine(RuleBasedStateMachine):
             assert all(pool.in_use == 0 for pool in self.cache.pools)
 
 
-TestTables = TablesMachine.TestCase
-TestTables.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_sequences_of_several_groups_see_their_own_tokens_and_hold_no_more():
+    TablesMachine.events.clear()
+    run_state_machine_as_test(
+        TablesMachine, settings=settings(max_examples=120, stateful_step_count=30, deadline=None)
+    )
+    least = {"reused": 10, "reused in part": 1, "copied": 10, "too few blocks": 10}
+    for event, count in least.items():
+        assert TablesMachine.events[event] >= count, TablesMachine.events
 
 
 def make(*its_reaches, capacity=64, step_tokens=32, retained=None):
@@ -450,6 +491,14 @@ def test_a_shared_block_is_not_written_where_there_is_none_to_copy_it_to():
     tables.release(first)
     assert tables.grow(second, 10, 11) == []
     assert pool.in_use == 1
+
+
+def test_of_a_released_sequence_the_beginning_is_kept_longest():
+    tokens = list(range(96))
+    tables, (pool,) = make(Reach(), capacity=3)
+    tables.release(run(tables, tokens, [96]))
+    pool.allocate()
+    assert [pool.knows(name) for name in chain(tokens)] == [True, True, False]
 
 
 def test_forks_that_part_are_published_under_their_own_names():

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from qinfer.config import ACTIVATIONS
 from qinfer.ops.cpu import kernels
-from qinfer.ops.cpu.kernels import NativeWeight
 from qinfer.ops.cpu.ops import CPUOps
-from qinfer.ops.cpu.packed import PackedWeight
+from qinfer.ops.cpu.weights import NativeWeight, PackedWeight
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant import affine, nf4
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
@@ -118,7 +117,7 @@ def weight(request):
 
 def as_native(weight):
     found = CPUOps().prepare(weight)
-    assert isinstance(found, NativeWeight | PackedWeight)
+    assert isinstance(found, NativeWeight)
     assert found.shape == weight.shape
     return found
 

@@ -50,7 +50,7 @@ class ReferenceOps:
         return weight.to(self.device)
 
     def forward_pass(self, tokens: int) -> AbstractContextManager[None]:
-        """Surrounds a step of this many tokens, sampling included; may be nested."""
+        """Surrounds a step of this many tokens, sampling included."""
         return nullcontext()
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:

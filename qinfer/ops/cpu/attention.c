@@ -82,25 +82,8 @@ static void mask(const work *w, const tile *b, int64_t position, float *scores)
     }
 }
 
-#define VARIANT(name) name##_plain
-#include "vectors.h"
-#include "attention_tiles.h"
-#undef VARIANT
-
-#ifdef HAVE_AVX2_VARIANTS
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#define VARIANT(name) name##_avx2
-#define VARIANT_IS_AVX2
-#include "vectors.h"
-#include "attention_tiles.h"
-#undef VARIANT_IS_AVX2
-#undef VARIANT
-#pragma GCC pop_options
-#define CHOOSE(name) (has_avx2() ? name##_avx2 : name##_plain)
-#else
-#define CHOOSE(name) name##_plain
-#endif
+#define CODE "attention_tiles.h"
+#include "each_variant.h"
 
 /* A token's element c lies at this place of a block. */
 static inline int64_t place(const side *s, int64_t token, int64_t c)

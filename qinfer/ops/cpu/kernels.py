@@ -1,4 +1,4 @@
-"""Calling the compiled kernels: which weights and shapes they take, and their arguments.
+"""Calling the compiled kernels: their arguments, and which shapes they take.
 
 The C beside this file is built with the package as an extension of plain C. Where no compiler was
 there at install time it is missing, and the reference operations do the work.
@@ -13,18 +13,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qinfer.ops.cpu.packed import Arena, PackedWeight, declare, is_packable
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.kv import KVSide, value_group
-from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight, Weight
 
-_NF4 = 0
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3}
 _MAX_HEAD_DIM, _MAX_GROUP_HEADS = 256, 48  # MAX_HEAD_DIM and MAX_ROWS in attention.c
-_DENSE = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
-class _Weight(ctypes.Structure):
+class Unpacked(ctypes.Structure):
     """`weight` in linear.c."""
 
     _fields_ = (
@@ -36,6 +32,20 @@ class _Weight(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("absmax", ctypes.c_void_p),
         ("code", ctypes.c_void_p),
+    )
+
+
+class Packed(ctypes.Structure):
+    """`packed` in packed.h."""
+
+    _fields_ = (
+        ("bits", ctypes.c_int32),
+        ("scale_is_fp16", ctypes.c_int32),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("runs", ctypes.c_int64),
+        ("runs_a_group", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
     )
 
 
@@ -93,10 +103,15 @@ def load(path: str) -> ctypes.CDLL:
     """Load a build of the kernels and declare their functions."""
     kernels = ctypes.CDLL(path)
     pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    weight = ctypes.POINTER(_Weight)
+    weight, packed = ctypes.POINTER(Unpacked), ctypes.POINTER(Packed)
     real = ctypes.c_float
     kernels.qinfer_linear.argtypes = [weight, pointer, size, pointer, count]
     kernels.qinfer_linear.restype = count
+    kernels.qinfer_packed_linear.argtypes = [packed, pointer, size, pointer, count]
+    kernels.qinfer_packed_linear.restype = count
+    kernels.qinfer_packed_bytes.argtypes = [packed]
+    kernels.qinfer_packed_bytes.restype = size
+    kernels.qinfer_repack.argtypes = [packed, pointer, pointer, size, count]
     kernels.qinfer_attention.argtypes = [ctypes.POINTER(_Attention)]
     kernels.qinfer_attention.restype = count
     kernels.qinfer_rms_norm.argtypes = [pointer, pointer, real, size, size, pointer, count]
@@ -106,52 +121,9 @@ def load(path: str) -> ctypes.CDLL:
     ]
     kernels.qinfer_activate.argtypes = [pointer, pointer, count, size, size, pointer, count]
     kernels.qinfer_rotary.argtypes = [pointer, pointer, pointer, size, size, size]
-    for name in ("rms_norm", "layer_norm", "activate", "rotary"):
+    for name in ("repack", "rms_norm", "layer_norm", "activate", "rotary"):
         getattr(kernels, f"qinfer_{name}").restype = None
-    declare(kernels)
     return kernels
-
-
-class NativeWeight:
-    """A dense or NF4 weight that the kernels compute with as it lies in the mapped file.
-
-    Attributes:
-        weight: The weight; keeps its memory alive.
-        shape: (N, K).
-    """
-
-    def __init__(self, kernels: ctypes.CDLL, weight: Weight, description: _Weight) -> None:
-        self.weight = weight
-        self.shape = weight.shape
-        self._kernels = kernels
-        self._description = ctypes.byref(description)
-
-    def linear(self, x: Tensor, threads: int) -> Tensor:
-        """`x · Wᵀ`.
-
-        Args:
-            x: fp32 [tokens, K].
-            threads: How many compute, this one included; the result does not depend on it.
-
-        Returns:
-            fp32 [tokens, N].
-        """
-        x = x.contiguous()
-        tokens = x.shape[0]
-        y = torch.empty(tokens, self.shape[0])
-        if not self._kernels.qinfer_linear(
-            self._description, x.data_ptr(), tokens, y.data_ptr(), threads
-        ):
-            raise MemoryError(f"no memory for activations of shape {list(x.shape)}")
-        return y
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Output rows `start:stop` in fp32, [stop - start, K]."""
-        return self.weight.rows(start, stop)
-
-    def to(self, device: torch.device) -> Weight:
-        """The weight without kernels on another device."""
-        return self.weight.to(device)
 
 
 def takes_attention(q: Tensor, k: Tensor, layer: KVLayer) -> bool:
@@ -269,64 +241,3 @@ def rotary(kernels: ctypes.CDLL, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim // 2
     )
     return x
-
-
-def native(weight: Weight, arena: Arena, *, threads: int) -> Weight:
-    """A weight as the kernels take it; one that they do not take as it is.
-
-    Args:
-        weight: Any.
-        arena: Where a repacked weight goes.
-        threads: How many repack.
-    """
-    kernels = library()
-    if kernels is None:
-        return weight
-    if isinstance(weight, AffineWeight):
-        packable = is_packable(weight)
-        return PackedWeight(kernels, weight, arena, threads=threads) if packable else weight
-    description = _describe(weight)
-    return weight if description is None else NativeWeight(kernels, weight, description)
-
-
-def _describe(weight: Weight) -> _Weight | None:
-    if isinstance(weight, NF4Weight):
-        return _describe_nf4(weight)
-    if isinstance(weight, DenseWeight):
-        return _describe_dense(weight.data)
-    return None
-
-
-def _describe_dense(data: Tensor) -> _Weight | None:
-    kind = _DENSE.get(data.dtype)
-    if kind is None or data.stride(1) != 1:
-        return None
-    rows, columns = data.shape
-    return _Weight(
-        kind=kind,
-        rows=rows,
-        columns=columns,
-        group=columns,
-        row_bytes=data.itemsize * data.stride(0),
-        data=data.data_ptr(),
-    )
-
-
-def _describe_nf4(weight: NF4Weight) -> _Weight | None:
-    rows, columns = weight.shape
-    if columns % weight.block_size or weight.block_size % 32:
-        return None  # blocks span rows
-    if weight.code.shape != (16,) or weight.code.dtype != torch.float32:
-        return None
-    if not all(t.is_contiguous() for t in (weight.packed, weight.absmax, weight.code)):
-        return None
-    return _Weight(
-        kind=_NF4,
-        rows=rows,
-        columns=columns,
-        group=weight.block_size,
-        row_bytes=columns // 2,
-        data=weight.packed.data_ptr(),
-        absmax=weight.absmax.data_ptr(),
-        code=weight.code.data_ptr(),
-    )

@@ -5,22 +5,15 @@
  * on the number of threads nor on the other rows. Plain C11, and AVX2 variants chosen at run time.
  * Called through ctypes: no Python API in this directory's C.
  */
-#include "half.h"
 #include "pool.h"
+#include "variants.h"
 
-#include <stdint.h>
 #include <stdlib.h>
-
-#if defined(__GNUC__) && defined(__x86_64__) && !defined(QINFER_PLAIN) /* to test without */
-#include <immintrin.h>
-#define HAVE_AVX2_VARIANTS 1
-#define AVX2 __attribute__((target("avx2,fma,f16c")))
-#endif
 
 enum { RUN = 32, TILE = 4, CHUNK_ROWS = 16, SCRATCH_FLOATS = 32768 };
 enum { NF4, BF16, FP16, FP32 };
 
-/* A weight of `rows` outputs and `columns` inputs; must match `_Weight` in kernels.py. */
+/* A weight of `rows` outputs and `columns` inputs; must match `Unpacked` in kernels.py. */
 typedef struct {
     int64_t kind;
     int64_t rows, columns;
@@ -79,8 +72,6 @@ static inline float single(const uint8_t *data, int64_t k, int kind)
  * that `q * s` is the very number that the reference dequantizes to, and go to 16 lanes of sums per
  * token, whose order does not depend on how many tokens there are. INLINE with a constant `kind` and
  * `tokens` makes each case a loop of its own. */
-#define INLINE static inline __attribute__((always_inline))
-
 INLINE void unpack(const weight *w, const uint8_t *data, float s, float v[RUN], int kind)
 {
     for (int j = 0; j < RUN / 2; j++) {
@@ -302,8 +293,7 @@ DEFINE_ALL(_avx2, AVX2, tile_avx2, unpack_row_avx2)
 static rows_function rows_of(int32_t kind)
 {
 #ifdef HAVE_AVX2_VARIANTS
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c"))
+    if (has_avx2())
         return rows_by_kind_avx2[kind];
 #endif
     return rows_by_kind[kind];

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from qinfer.ops.cpu import kernels
-from qinfer.ops.cpu.kernels import NativeWeight, native
-from qinfer.ops.cpu.packed import Arena, PackedWeight
+from qinfer.ops.cpu.weights import Arena, NativeWeight, native
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.weights import Weight
@@ -72,7 +71,7 @@ class CPUOps(ReferenceOps):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """See `ReferenceOps.linear`."""
-        if not isinstance(weight, NativeWeight | PackedWeight):
+        if not isinstance(weight, NativeWeight):
             return super().linear(x, weight, bias)
         y = weight.linear(x, self._threads)
         return y if bias is None else y.add_(bias)

@@ -11,7 +11,6 @@
  * bits it is 16 half vectors: bytes 2r and 2r + 1 of number p are row r's columns 2p and 2p + 1.
  */
 #include "packed.h"
-#include "half.h"
 #include "pool.h"
 #include "variants.h"
 
@@ -217,8 +216,6 @@ INLINE void tile_plain(const packed *w, const uint8_t *data, const activations *
 }
 
 #ifdef HAVE_AVX2_VARIANTS
-#define AVX2 __attribute__((target("avx2,fma,f16c")))
-
 AVX2 INLINE __m256i pair_at(const int16_t *x)
 {
     int32_t pair;

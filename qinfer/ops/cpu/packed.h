@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* A repacked weight; must match `_Packed` in kernels.py. */
+/* A repacked weight; must match `Packed` in kernels.py. */
 typedef struct {
     int32_t bits;          /* 4 or 8 */
     int32_t scale_is_fp16; /* else bf16 */

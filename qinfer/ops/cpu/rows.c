@@ -20,25 +20,8 @@ struct rows {
     const float *up;            /* like x: what the activation is multiplied with, or NULL */
 };
 
-#define VARIANT(name) name##_plain
-#include "vectors.h"
-#include "rows_elements.h"
-#undef VARIANT
-
-#ifdef HAVE_AVX2_VARIANTS
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#define VARIANT(name) name##_avx2
-#define VARIANT_IS_AVX2
-#include "vectors.h"
-#include "rows_elements.h"
-#undef VARIANT_IS_AVX2
-#undef VARIANT
-#pragma GCC pop_options
-#define CHOOSE(name) (has_avx2() ? name##_avx2 : name##_plain)
-#else
-#define CHOOSE(name) name##_plain
-#endif
+#define CODE "rows_elements.h"
+#include "each_variant.h"
 
 static void pass(const void *job, int64_t i)
 {

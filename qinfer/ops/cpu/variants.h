@@ -10,6 +10,7 @@
 #if defined(__GNUC__) && defined(__x86_64__) && !defined(QINFER_PLAIN) /* to test without */
 #include <immintrin.h>
 #define HAVE_AVX2_VARIANTS 1
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

@@ -1,6 +1,6 @@
 /* Vectors of 8 floats in the compiler's own notation, and what it has no notation for.
  *
- * Code over them is a file of its own that is included twice, plain and for AVX2 (see variants.h), with
+ * Code over them is a file of its own that is included twice, plain and for AVX2 (see each_variant.h), with
  * VARIANT(name) naming its functions and this file included before it. Every operation works lane by
  * lane, so an element's result does not depend on its neighbours or its place in a vector.
  */

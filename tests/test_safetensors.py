@@ -503,3 +503,31 @@ def test_a_header_that_cannot_be_written_leaves_no_open_file(tmp_path, monkeypat
     monkeypatch.setattr("qinfer.checkpoint.safetensors.os.ftruncate", full)
     with pytest.raises(OSError, match="No space"):  # and no ResourceWarning, which is an error
         ShardWriter(tmp_path / "x", {"t": (torch.float32, (2,))})
+
+
+def test_pages_that_were_dropped_are_read_again(tmp_path):
+    data = torch.arange(1 << 16, dtype=torch.int32)
+    save_file({"a": data, "b": data + 1}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    a, b = checkpoint.tensor("a"), checkpoint.tensor("b")
+    for _ in range(2):
+        assert torch.equal(a, data)
+        assert torch.equal(b, data + 1)
+        checkpoint.drop_pages()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is counted in /proc")
+def test_dropped_pages_are_not_resident(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1 << 20)}, path)
+
+    def resident_kb():
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        of_file = [next(y for y in lines if y.startswith("Rss:")) for x in lines if str(path) in x]
+        return sum(int(line.split()[1]) for line in of_file)
+
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.tensor("a").sum() == 1 << 20
+    assert resident_kb() >= 4096
+    checkpoint.drop_pages()
+    assert resident_kb() == 0

@@ -12,8 +12,10 @@ fixed memory needs rows, and users need errors that name the file. What tensors 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -232,6 +234,17 @@ class Checkpoint:
         if info.offset % dtype.itemsize:
             data = data.clone()  # views need alignment; only foreign writers leave it out
         return data.view(dtype).view(info.shape)
+
+    def drop_pages(self) -> None:
+        """Let go of the memory in which mapped tensors lie; they are read again when touched.
+
+        Of tensors that were copied, pages would otherwise count as this process's to the end.
+        """
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        for mapped in self._mapped.values():  # of files, privately and never written: none is lost
+            start, size = ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes)
+            ctypes.CDLL(None).madvise(start, size, mmap.MADV_DONTNEED)
 
 
 def check_shard_name(file: Any, index_path: Path) -> str:

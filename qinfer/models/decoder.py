@@ -48,7 +48,10 @@ class _Loader:
         return self.tensor(name, (size,)).to(self.ops.device, dtype)
 
     def weight(self, name: str, shape: tuple[int, int], *, transposed: bool = False) -> Weight:
-        return self.ops.prepare(load_weight(self.checkpoint, name, shape, transposed=transposed))
+        stored = load_weight(self.checkpoint, name, shape, transposed=transposed)
+        prepared = self.ops.prepare(stored)
+        self.checkpoint.drop_pages()  # the backend may have made a copy
+        return prepared
 
     def norm(self, name: str, size: int) -> Callable[[Tensor], Tensor]:
         weight, eps, ops = self.vector(f"{name}.weight", size), self.config.norm_eps, self.ops
@@ -202,10 +205,7 @@ class Decoder:
         Returns:
             [tokens, hidden], normalized, in the backend's dtype.
         """
-        with self.ops.forward_pass(len(batch.ids)):
-            return self._forward(batch, cache, watch or (lambda name, x: None))
-
-    def _forward(self, batch: Batch, cache: Sequence[KVLayer], watch: Watch) -> Tensor:
+        watch = watch or (lambda name, x: None)
         x = self.ops.embedding(self.embed_tokens, batch.ids)
         if self.embed_positions is not None:
             x = x + self.ops.embedding(self.embed_positions, batch.positions)

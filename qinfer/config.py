@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qinfer.errors import CheckpointError, UnsupportedModelError
+from qinfer.errors import CheckpointError, QInferError, UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
@@ -96,6 +96,20 @@ class ModelConfig:
         config = cls(architecture=name, **read(_Fields(raw, origin)))
         config._check(origin)
         return config
+
+    def context_tokens(self, asked: int | None) -> int:
+        """Most tokens of a sequence: what is asked for, else all the positions there are.
+
+        Raises:
+            QInferError: More is asked for than there are.
+        """
+        limit = self.max_position_embeddings
+        if asked is not None and asked > limit:
+            raise QInferError(
+                f"--ctx-size {asked:,} is more than the model's {limit:,} positions",
+                hint=f"Use {limit} or less.",
+            )
+        return asked or limit
 
     def _check(self, origin: str) -> None:
         if self.num_attention_heads % self.num_key_value_heads:

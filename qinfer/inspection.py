@@ -13,7 +13,7 @@ from qinfer.cache.tables import blocks_for
 from qinfer.checkpoint.record import read_record
 from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.config import ModelConfig, read_json
-from qinfer.errors import CheckpointError, QInferError
+from qinfer.errors import CheckpointError
 from qinfer.generation import check_quantization
 from qinfer.models.architectures import TABLE, TensorSpec, expected_tensors, prefix_in
 from qinfer.quant.kv import BLOCK_TOKENS, KVFormat
@@ -130,7 +130,7 @@ def inspect(
     raw = read_json(directory / "config.json")
     config = ModelConfig.from_dict(raw, origin=str(directory / "config.json"))
     check_quantization(raw, directory)
-    context = _context(config, context_tokens)
+    context = config.context_tokens(context_tokens)
     kv_format = kv_format or KVFormat.stored(directory)
     kv_format.check(config.head_dim)
     checkpoint, record = Checkpoint(directory), read_record(directory) or {}
@@ -152,16 +152,6 @@ def inspect(
             if bits > 4 or config.head_dim % 2 == 0
         ],
     )
-
-
-def _context(config: ModelConfig, asked: int | None) -> int:
-    limit = config.max_position_embeddings
-    if asked is not None and asked > limit:
-        raise QInferError(
-            f"--ctx-size {asked:,} is more than the model's {limit:,} positions",
-            hint=f"Use {limit} or less.",
-        )
-    return asked or limit
 
 
 def _summary(

@@ -279,7 +279,7 @@ def test_the_error_names_the_output_head_where_the_layers_are_sound():
 
 def test_the_error_names_no_place_where_there_is_no_room_to_look_for_it():
     """The first of its two blocks is another's as well, which goes on."""
-    engine = make_engine(FakeDecoder(broken_token=7), blocks=3, max_sequences=2)
+    engine = make_engine(FakeDecoder(broken_token=7), blocks=3, max_sequences=2, context_tokens=96)
     prompt = [1] * 39 + [0]
     sound = engine.add(prompt, GREEDY, 5)
     bad = engine.add(prompt, SamplingParams(temperature=1e-3, seed=0), 5)
@@ -290,6 +290,12 @@ def test_the_error_names_no_place_where_there_is_no_room_to_look_for_it():
     assert "first in" not in str(bad.error)
     run_all(engine)
     assert sound.token_ids[40:] == [1, 2, 3, 4, 5]
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused_at_once():
+    make_engine(blocks=3, context_tokens=96)
+    with pytest.raises(ValueError, match="no room for a sequence of 97 tokens"):
+        make_engine(blocks=3, context_tokens=97)
 
 
 def test_an_error_ends_only_the_sequence_that_has_it():

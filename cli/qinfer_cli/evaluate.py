@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qinfer.errors import PromptError
+from qinfer_cli.loading import load_model
 from qinfer_cli.options import (
     device_option,
     json_option,
@@ -121,25 +122,17 @@ def _open(
     from qinfer.checkpoint.opening import find_model
 
     directory = find_model(name, progress=not options["quiet"])
+    if subject is not None:
+        reference = options | {"kv_bits": (16, 16)}
+        context = subject.context_tokens
+        return load_model(directory, reference, context_tokens=context, max_sequences=1)
 
     import numpy  # noqa: F401  (loaded by torch, it would swallow a Ctrl-C)
-    import torch
 
-    from qinfer.generation import LanguageModel
     from qinfer.quality import default_window
-    from qinfer.quant.kv import KVFormat
 
-    if options["threads"] is not None:
-        torch.set_num_threads(options["threads"])
-    given = KVFormat(*options["kv_bits"]) if options["kv_bits"] else None
     context = options["ctx_size"] or default_window(directory)
-    return LanguageModel(
-        directory,
-        device=options["device"],
-        context_tokens=context if subject is None else subject.context_tokens,
-        kv_format=given if subject is None else KVFormat(),
-        max_sequences=1,
-    )
+    return load_model(directory, options, context_tokens=context, max_sequences=1)
 
 
 def _report(

@@ -115,7 +115,17 @@ def generate(**options: Any) -> None:
     _check_batch_options(options, is_batch=prompt is None)
     if options["stop"] and "" in options["stop"]:
         raise click.UsageError("--stop must not be empty.")
-    model = load_model(options, max_sequences=options["batch_size"] if prompt is None else 1)
+    from qinfer.checkpoint.opening import find_model
+
+    model = load_model(
+        find_model(options["model"], progress=not options["quiet"]),
+        options,
+        context_tokens=options["ctx_size"],
+        context_policy=options["context_policy"],
+        memory_bytes=options["memory"],
+        max_sequences=options["batch_size"] if prompt is None else 1,
+        deterministic=options["deterministic"],
+    )
     if prompt is None:
         from qinfer_cli.batch.run import run_batch
 

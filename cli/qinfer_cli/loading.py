@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qinfer.generation import LanguageModel
 
 
-def load_model(options: dict[str, Any], *, max_sequences: int | None) -> LanguageModel:
-    """Open the model of a command line; its warnings go to stderr.
+def load_model(directory: Path, options: dict[str, Any], **settings: Any) -> LanguageModel:
+    """Open a model; its warnings go to stderr.
 
     Args:
-        options: `model`, `quiet`, and what the options of `options` give a command.
-        max_sequences: Most that run at once; None is what memory allows.
+        directory: Where it is.
+        options: `device`, `threads`, `kv_bits` and `quiet` of the command line.
+        settings: More of `LanguageModel`'s arguments.
 
     Raises:
-        QInferError: There is no such model, it cannot be run, or not in this memory.
+        QInferError: It cannot be run, or not in this memory.
     """
-    from qinfer.checkpoint.opening import find_model
-
-    directory = find_model(options["model"], progress=not options["quiet"])
-
     import numpy  # noqa: F401  (loaded by torch, it would swallow a Ctrl-C)
     import torch  # only now: an error in the arguments shows at once
 
@@ -32,16 +30,8 @@ def load_model(options: dict[str, Any], *, max_sequences: int | None) -> Languag
 
     if options["threads"] is not None:
         torch.set_num_threads(options["threads"])
-    model = LanguageModel(
-        directory,
-        device=options["device"],
-        context_tokens=options["ctx_size"],
-        kv_format=KVFormat(*options["kv_bits"]) if options["kv_bits"] else None,
-        memory_bytes=options["memory"],
-        max_sequences=max_sequences,
-        context_policy=options["context_policy"],
-        deterministic=options["deterministic"],
-    )
+    kv_format = KVFormat(*options["kv_bits"]) if options["kv_bits"] else None
+    model = LanguageModel(directory, device=options["device"], kv_format=kv_format, **settings)
     if options["quiet"]:
         return model
     model.warn_with(warn)

@@ -183,8 +183,3 @@ class PagedCache:
     def nbytes(self) -> int:
         """Bytes reserved."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that fit, in the group that holds the fewest."""
-        return min(self.blocks) * BLOCK_TOKENS

@@ -87,12 +87,7 @@ def build_engine(
 
 
 def _check(config: ModelConfig, options: EngineOptions) -> None:
-    limit, asked = config.max_position_embeddings, options.context_tokens
-    if asked is not None and asked > limit:
-        raise QInferError(
-            f"--ctx-size {asked:,} is more than the model's {limit:,} positions",
-            hint=f"Use {limit} or less.",
-        )
+    limit, asked = config.context_tokens(options.context_tokens), options.context_tokens
     if options.context_policy == "stop":
         return
     if config.rope is None:
@@ -117,7 +112,7 @@ def _plan(
 ) -> tuple[CacheLayout, MemoryPlan]:
     """What fits. Where a context that slides has to shrink, layers may come to see equally far."""
     budget, policy = options.memory_bytes, options.context_policy
-    limit = options.context_tokens or config.max_position_embeddings
+    limit = config.context_tokens(options.context_tokens)
     while True:
         layout = CacheLayout.of(config, options.formats, context=_reach(policy, limit))
         plan = plan_memory(

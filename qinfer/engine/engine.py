@@ -78,6 +78,8 @@ class Engine:
             max_sequences=max_sequences,
             step_tokens=step_tokens,
         )
+        if not self.scheduler.tables.fits_alone(context_tokens):
+            raise ValueError(f"the cache has no room for a sequence of {context_tokens:,} tokens")
         self.vocab_size = vocab_size
         self.stop_ids = frozenset(stop_ids)
         self.context_tokens = context_tokens

@@ -176,7 +176,8 @@ def _hidden(subject: Subject, window: Window, progress: Progress) -> Tensor:
     for start in range(0, len(window), STEP_TOKENS):
         piece = window[start : start + STEP_TOKENS]
         batch = Batch.of([(piece, start)], [[range(blocks)]] * groups, [0], device)
-        found.append(decoder.forward(batch, cache.layers, watch=_watch(subject)))
+        with decoder.ops.forward_pass(len(piece)):
+            found.append(decoder.forward(batch, cache.layers, watch=_watch(subject)))
         progress(len(piece))
     return torch.cat(found)
 

@@ -17,7 +17,7 @@ from qinfer.config import ModelConfig, read_json, token_ids
 from qinfer.engine.assembly import ContextPolicy, EngineOptions, build_engine
 from qinfer.engine.engine import EngineStats
 from qinfer.engine.sequence import FinishReason, Sequence
-from qinfer.errors import CheckpointError, PromptError, QInferError, UnsupportedModelError
+from qinfer.errors import PromptError, QInferError, UnsupportedModelError
 from qinfer.quant.kv import KVFormat
 from qinfer.sampling import SamplingParams
 
@@ -174,12 +174,7 @@ class LanguageModel:
         path = directory / "generation_config.json"
         self.generation_config: Mapping[str, Any] = read_json(path) if path.exists() else {}
         self.tokenizer = Tokenizer.load(directory)
-        if self.tokenizer.vocab_size > self.config.vocab_size:
-            raise CheckpointError(
-                f"{directory}: the tokenizer has {self.tokenizer.vocab_size:,} tokens, the model's "
-                f"vocabulary only {self.config.vocab_size:,}",
-                hint="Tokenizer and model do not belong together; download the model again.",
-            )
+        self.tokenizer.require_vocabulary(self.config.vocab_size, directory)
         self.chat_template = ChatTemplate.load(directory)
         self.kv_format = kv_format or KVFormat.stored(directory)
         self.engine = build_engine(

@@ -60,12 +60,8 @@ def _checked(source: HuggingFaceSource, directory: Path) -> HuggingFaceSource:
     """Refuse a model whose tokenizer, template or defaults would only fail when it is run."""
     tokenizer = Tokenizer.load(directory)
     vocab_size = source.config.get("vocab_size")
-    if isinstance(vocab_size, int) and tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{directory}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model's "
-            f"vocabulary only {vocab_size:,}",
-            hint="Tokenizer and model do not belong together; download the model again.",
-        )
+    if isinstance(vocab_size, int):
+        tokenizer.require_vocabulary(vocab_size, directory)
     ChatTemplate.load(directory)
     resolve_params({}, None, source.generation_config)
     token_ids(source.generation_config, "eos_token_id", origin="generation_config.json")

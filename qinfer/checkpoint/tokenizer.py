@@ -65,6 +65,19 @@ class Tokenizer:
         """The highest id plus one, added tokens included."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def require_vocabulary(self, vocab_size: int, directory: Path) -> None:
+        """Refuse a model that has no embedding for some of the tokens.
+
+        Raises:
+            CheckpointError: Its vocabulary is smaller.
+        """
+        if self.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"{directory}: the tokenizer has {self.vocab_size:,} tokens, the model's "
+                f"vocabulary only {vocab_size:,}",
+                hint="Tokenizer and model do not belong together; download the model again.",
+            )
+
     @property
     def bos_token_id(self) -> int | None:
         """The id of the configured `bos_token`, if there is one."""

@@ -11,9 +11,9 @@ that one channel's 32 tokens lie side by side, and its values with the tokens be
 
 At 8 bits a scale is a token's (`x ≈ scale · code`, codes from -127 to 127). At 4 bits keys share a
 scale per channel and values per group of g channels of a token (`x ≈ scale · code + minimum`, codes
-from 0 to 15; "KIVI", arXiv 2402.02750; g is 32 where that divides d, else the largest power of two
-that does). Of n values that share a scale, byte i holds value i in its low nibble and value
-`n / 2 + i` in its high one.
+from 0 to 15; "KIVI", arXiv 2402.02750; g is the largest even number up to 40 that divides d: 32 for
+the usual 64, 96 and 128, and 40 for 80). Of n values that share a scale, byte i holds value i in
+its low nibble and value `n / 2 + i` in its high one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ BLOCK_TOKENS = 32
 KV_BITS = (4, 8, 16, 32)
 
 _SCALE_BYTES = 2
-_LARGEST_GROUP = 32
+_LARGEST_GROUP = 40
 
 
 def value_group(head_dim: int) -> int:
     """Channels that share a scale in 4-bit values."""
-    return min(_LARGEST_GROUP, head_dim & -head_dim)
+    sizes = (n for n in range(_LARGEST_GROUP, 0, -2) if head_dim % n == 0)
+    return next(sizes, 1)  # 1: an odd head_dim, which 4 bits refuse
 
 
 @dataclass(frozen=True, slots=True)

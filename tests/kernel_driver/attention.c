@@ -24,9 +24,11 @@ static sizes sizes_of(const side *s, int64_t kv_heads)
 static side new_side(unsigned *seed, int64_t head_dim, int64_t kv_heads, int is_keys)
 {
     static const int bits[] = {32, 16, 8, 4};
-    int64_t group = head_dim & -head_dim;
+    int64_t group = 40;
+    while (group > 2 && head_dim % group)
+        group -= 2;
     side s = {.bits = bits[random_below(seed, 4)], .is_keys = is_keys, .head_dim = head_dim,
-              .group = group < 32 ? group : 32};
+              .group = group};
     const sizes bytes = sizes_of(&s, kv_heads);
     s.data = calloc(1, bytes.data);
     s.scale = calloc(1, bytes.scale);

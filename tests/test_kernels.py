@@ -1,5 +1,6 @@
 """The compiled kernels against the reference operations, in every build the source allows."""
 
+import math
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from qinfer.quant import affine, nf4
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
 from tests.kernel_builds import COMPILER, DIRECTORY, SOURCES, compile_c
 
+PARTS = [DIRECTORY / name for name in ("dense.c", "packed.c", "pool.c")]  # others are included
 DRIVER = Path(__file__).with_name("kernel_driver")
 find_library = kernels.library  # as it is before the fixture `build` replaces it
 REFERENCE = ReferenceOps(torch.device("cpu"), torch.float32)
@@ -122,12 +124,22 @@ def as_native(weight):
     return found
 
 
-def rounded(x):
-    """Activations as they meet 4- and 8-bit weights: runs of 32 in units of a power of two."""
+def linear(weight, x, threads=2):
+    return CPUOps(threads=threads).linear(x, weight, None)
+
+
+def rounded(x, span):
+    """Activations as they meet 4- and 8-bit weights: spans in units of a power of two."""
     columns = x.shape[1]
-    runs = F.pad(x.double(), (0, -columns % 32)).unflatten(1, (-1, 32))
+    runs = F.pad(x.double(), (0, -columns % span)).unflatten(1, (-1, span))
     unit = 2.0 ** (torch.frexp(runs.abs().amax(-1, keepdim=True)).exponent - 15)
     return ((runs / unit).round().clamp(max=32767) * unit).flatten(1)[:, :columns].float()
+
+
+def span_of(weight):
+    """Columns that share a unit: those that share a scale, if they are not more than 128."""
+    groups = weight.scale.shape[1]
+    return 128 if groups == 1 else math.gcd(weight.columns // groups, 128)
 
 
 def assert_same_but_for_the_order_of_addition(found, x, dense):
@@ -146,8 +158,8 @@ def test_products_equal_the_reference(build, weight, tokens, seed):
     x = randn(tokens, k, seed=seed)
     dense = weight.rows(0, n)
     native = as_native(weight)
-    found = CPUOps().linear(x, native, None)
-    read = rounded(x) if isinstance(native, PackedWeight) else x
+    found = linear(native, x)
+    read = rounded(x, span_of(weight)) if isinstance(native, PackedWeight) else x
     assert_same_but_for_the_order_of_addition(found, read, dense)
     torch.testing.assert_close(
         found, REFERENCE.linear(x, weight, None), rtol=1e-3, atol=1e-3 * k**0.5
@@ -160,10 +172,10 @@ def test_a_token_among_many_equals_the_token_alone(build, weight, data):
     """To the bit: in a batch, in a chunk of a prompt, on any number of threads."""
     native, tokens = as_native(weight), data.draw(st.integers(1, 40))
     x = randn(tokens, weight.shape[1], seed=data.draw(SEEDS))
-    whole = native.linear(x, data.draw(st.sampled_from(THREADS)))
+    whole = linear(native, x, data.draw(st.sampled_from(THREADS)))
     start = data.draw(st.integers(0, tokens - 1))
     stop = data.draw(st.integers(start + 1, tokens))
-    part = native.linear(x[start:stop], data.draw(st.sampled_from(THREADS)))
+    part = linear(native, x[start:stop], data.draw(st.sampled_from(THREADS)))
     assert torch.equal(part, whole[start:stop])
 
 
@@ -180,29 +192,29 @@ def test_a_bias_is_added_once_and_stays_as_it_is(build, weight):
 def test_the_result_does_not_depend_on_the_number_of_threads(build, weight):
     native = as_native(weight)
     x = randn(3, weight.shape[1], seed=7)
-    first = native.linear(x, 1)
+    first = linear(native, x, 1)
     for threads in THREADS * 5:
-        assert torch.equal(native.linear(x, threads), first)
+        assert torch.equal(linear(native, x, threads), first)
 
 
 def test_a_row_of_a_batch_equals_the_row_alone(build, weight):
     native = as_native(weight)
     x = randn(11, weight.shape[1], seed=8)
-    whole = native.linear(x, 2)
+    whole = linear(native, x, 2)
     for i in range(11):
-        assert torch.equal(native.linear(x[i : i + 1], 2)[0], whole[i])
+        assert torch.equal(linear(native, x[i : i + 1], 2)[0], whole[i])
 
 
 def test_activations_may_be_strided(build, weight):
     x = randn(3, 2 * weight.shape[1], seed=9)[:, ::2]
     native = as_native(weight)
-    assert torch.equal(native.linear(x, 2), native.linear(x.contiguous(), 2))
+    assert torch.equal(linear(native, x, 2), linear(native, x.contiguous(), 2))
 
 
 def test_nan_and_infinity_come_through(build, weight):
     x = torch.ones(3, weight.shape[1])
     x[0, 0], x[1, 0] = float("nan"), float("inf")
-    found = as_native(weight).linear(x, 2)
+    found = linear(as_native(weight), x, 2)
     assert found[0].isnan().all()
     assert not found[1].isfinite().any()
     assert found[2].isfinite().all()
@@ -213,7 +225,7 @@ def test_nan_and_infinity_come_through(build, weight):
 def test_extreme_scales_are_read_exactly(build, scale, dtype):
     q = torch.arange(-8, 8, dtype=torch.int8).repeat(2)[None]
     weight = AffineWeight(affine.pack(q, 4), torch.tensor([[scale]], dtype=dtype), 4, 32)
-    assert torch.equal(as_native(weight).linear(torch.eye(32), 1).t(), weight.rows(0, 1))
+    assert torch.equal(linear(as_native(weight), torch.eye(32), 1).t(), weight.rows(0, 1))
 
 
 def test_weights_may_be_a_slice_of_a_larger_tensor(build):
@@ -221,7 +233,7 @@ def test_weights_may_be_a_slice_of_a_larger_tensor(build):
     part = DenseWeight(whole.data[3:11, 5:38])
     native = as_native(part)
     x = randn(1, 33)
-    assert_same_but_for_the_order_of_addition(native.linear(x, 2), x, part.rows(0, 8))
+    assert_same_but_for_the_order_of_addition(linear(native, x, 2), x, part.rows(0, 8))
 
 
 def test_many_python_threads_call_at_once(build):
@@ -229,13 +241,13 @@ def test_many_python_threads_call_at_once(build):
     jobs = []
     for seed, weight in enumerate(KINDS.values()):
         native, x = as_native(weight), randn(2, weight.shape[1], seed=seed)
-        jobs.append((native, x, native.linear(x, 1)))
+        jobs.append((native, x, linear(native, x, 1)))
     wrong = []
 
     def call(offset):
         for i in range(200):
             native, x, product = jobs[(i + offset) % len(jobs)]
-            if not torch.equal(native.linear(x, 1 + (i + offset) % 4), product):
+            if not torch.equal(linear(native, x, 1 + (i + offset) % 4), product):
                 wrong.append((i, offset))
 
     threads = [threading.Thread(target=call, args=(n,)) for n in range(4)]
@@ -275,9 +287,7 @@ def row_kernel(request):
 
 
 def cpu_ops(threads=1):
-    found = CPUOps()
-    found._threads = threads
-    return found
+    return CPUOps(threads=threads)
 
 
 @given(rows(), ANY_ROW_KERNEL)
@@ -372,10 +382,10 @@ forks = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @forks
 def test_kernels_work_in_a_forked_child_and_in_the_parent_after_it(build, weight):
     native, x = as_native(weight), randn(2, weight.shape[1])
-    expected = native.linear(x, 3)
+    expected = linear(native, x, 3)
 
     def works():
-        return all(torch.equal(native.linear(x, 3), expected) for _ in range(20))
+        return all(torch.equal(linear(native, x, 3), expected) for _ in range(20))
 
     assert forked(works)
     assert forked(lambda: works() and forked(works))
@@ -387,14 +397,14 @@ def test_kernels_work_in_a_forked_child_and_in_the_parent_after_it(build, weight
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_a_forked_child_has_threads_of_its_own(build):
     native, x = as_native(bf16_weight(200, 50)), randn(1, 50)
-    native.linear(x, 3)
+    linear(native, x, 3)
 
     def count():
         return len(list(Path("/proc/self/task").iterdir()))
 
     def counts():
         before = count()
-        native.linear(x, 3)
+        linear(native, x, 3)
         return (before, count()) == (1, 3)
 
     assert forked(counts)
@@ -404,17 +414,17 @@ def test_a_forked_child_has_threads_of_its_own(build):
 @forks
 def test_forks_while_other_threads_compute_disturb_neither_child_nor_parent(build):
     native, x = as_native(bf16_weight(2000, 500)), [randn(1, 500, seed=i) for i in range(5)]
-    expected = [native.linear(row, 2) for row in x]
+    expected = [linear(native, row, 2) for row in x]
     stop, wrong = threading.Event(), []
 
     def compute(*turns):  # in turns, or memory used again could hold a right result by chance
         while not stop.is_set():
-            wrong.extend(i for i in turns if not torch.equal(native.linear(x[i], 2), expected[i]))
+            wrong.extend(i for i in turns if not torch.equal(linear(native, x[i], 2), expected[i]))
 
     threads = [threading.Thread(target=compute, args=t, daemon=True) for t in ((0, 1), (2, 3))]
     for thread in threads:
         thread.start()
-    results = [forked(lambda: torch.equal(native.linear(x[4], 2), expected[4])) for _ in range(20)]
+    results = [forked(lambda: torch.equal(linear(native, x[4], 2), expected[4])) for _ in range(20)]
     stop.set()
     for thread in threads:
         thread.join(30)
@@ -507,7 +517,7 @@ def test_a_sanitizer_finds_no_race_and_no_stray_access(sanitizer, flag, tmp_path
     level = "-O1" if sanitizer == "thread" else "-O0"  # compiling is what takes the time
     flags = [level, "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     flags += [flag] if flag else []
-    done = compile_c(*flags, *DRIVER.glob("*.c"), DIRECTORY / "pool.c", "-o", program)
+    done = compile_c(*flags, *DRIVER.glob("*.c"), *PARTS, "-o", program)
     if "fsanitize" in done.stderr or "cannot find" in done.stderr:
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")
     assert done.returncode == 0, done.stderr

@@ -17,11 +17,11 @@ from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
 from qinfer.models.architectures import TABLE, Architecture, linear_shapes, prefix_in
 from qinfer.models.rope import RotaryTable, frequencies
+from qinfer.ops.block import BlockParameters, Norm, Projection, Rotation
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.weights import Weight, load_weight
 
-Rotation = tuple[Tensor, Tensor] | None
 Watch = Callable[[str, Tensor], None]
 
 
@@ -53,107 +53,103 @@ class _Loader:
         self.checkpoint.drop_pages()  # the backend may have made a copy
         return prepared
 
-    def norm(self, name: str, size: int) -> Callable[[Tensor], Tensor]:
-        weight, eps, ops = self.vector(f"{name}.weight", size), self.config.norm_eps, self.ops
-        if self.arch.norm == "rms":
-            return lambda x: ops.rms_norm(x, weight, eps)
-        bias = self.vector(f"{name}.bias", size)
-        return lambda x: ops.layer_norm(x, weight, bias, eps)
+    def norm(self, name: str, size: int) -> Norm:
+        bias = None if self.arch.norm == "rms" else self.vector(f"{name}.bias", size)
+        return Norm(self.vector(f"{name}.weight", size), bias, self.config.norm_eps)
 
-    def linear(self, block: str, name: str) -> Linear:
+    def linear(self, block: str, name: str) -> Projection:
         n, k, has_bias = linear_shapes(self.config)[name]
         weight = self.weight(block + name, (n, k), transposed=self.arch.transposed)
         bias = self.vector(f"{block}{name}.bias", n, self.ops.dtype) if has_bias else None
-        return Linear(self.ops, weight, bias)
+        return Projection(weight, bias)
 
-
-class Linear:
-    """A projection, quantized or not."""
-
-    def __init__(self, ops: ReferenceOps, weight: Weight, bias: Tensor | None) -> None:
-        self.ops = ops
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, inputs] → [tokens, outputs]."""
-        return self.ops.linear(x, self.weight, self.bias)
-
-
-class Attention:
-    """Grouped-query attention with rotary or learned positions."""
-
-    def __init__(self, load: _Loader, block: str) -> None:
-        config, arch = load.config, load.arch
-        self.ops = load.ops
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.heads = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.num_key_value_heads,
+    def block(self, layer: int) -> BlockParameters:
+        config, arch = self.config, self.arch
+        block, hidden = f"{self.prefix}{arch.layers}.{layer}.", config.hidden_size
+        head_dim, qk_norm = config.head_dim, config.qk_norm
+        return BlockParameters(
+            attention_norm=self.norm(block + arch.attention_norm, hidden),
+            qkv=[self.linear(block, name) for name in arch.qkv],
+            q_norm=self.norm(block + arch.q_norm, head_dim) if qk_norm else None,
+            k_norm=self.norm(block + arch.k_norm, head_dim) if qk_norm else None,
+            output=self.linear(block, arch.output),
+            mlp_norm=self.norm(block + arch.mlp_norm, hidden),
+            gate=self.linear(block, arch.gate) if arch.gate is not None else None,
+            up=self.linear(block, arch.up),
+            down=self.linear(block, arch.down),
+            activation=config.hidden_act,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
         )
-        self.qkv = [load.linear(block, name) for name in arch.qkv]
-        self.o_proj = load.linear(block, arch.output)
-        self.q_norm = load.norm(block + arch.q_norm, self.head_dim) if config.qk_norm else None
-        self.k_norm = load.norm(block + arch.k_norm, self.head_dim) if config.qk_norm else None
-
-    def __call__(self, x: Tensor, rotation: Rotation, cache: KVLayer, batch: Batch) -> Tensor:
-        """[tokens, hidden] → [tokens, hidden]; stores the tokens' keys and values in `cache`."""
-        q, k, v = self._project(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = self.ops.rotary(q, *rotation), self.ops.rotary(k, *rotation)
-        mixed = self.ops.attention(q, k, v, cache, batch, scale=self.scale)
-        return self.o_proj(mixed.flatten(1))
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[tokens, hidden] → q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
-        if len(self.qkv) == 1:
-            sizes = [n * self.head_dim for n in self.heads]
-            parts = torch.split_with_sizes(self.qkv[0](x), sizes, dim=-1)
-        else:
-            parts = tuple(projection(x) for projection in self.qkv)
-        q, k, v = (
-            part.view(-1, n, self.head_dim) for part, n in zip(parts, self.heads, strict=True)
-        )
-        return q, k, v
-
-
-class MLP:
-    """Two or, with a gate, three projections around a nonlinearity."""
-
-    def __init__(self, load: _Loader, block: str) -> None:
-        arch = load.arch
-        self.ops = load.ops
-        self.kind = load.config.hidden_act
-        self.gate_proj = load.linear(block, arch.gate) if arch.gate is not None else None
-        self.up_proj = load.linear(block, arch.up)
-        self.down_proj = load.linear(block, arch.down)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] → [tokens, hidden]."""
-        up = self.up_proj(x)
-        if self.gate_proj is None:
-            return self.down_proj(self.ops.activation(up, self.kind))
-        return self.down_proj(self.ops.gated_activation(self.gate_proj(x), up, self.kind))
 
 
 class Block:
-    """Attention and MLP, each behind a norm and added to the residual."""
+    """Attention and MLP, each behind a norm and added to the residual.
 
-    def __init__(self, load: _Loader, layer: int) -> None:
-        block, hidden = f"{load.prefix}{load.arch.layers}.{layer}.", load.config.hidden_size
-        self.attention_norm = load.norm(block + load.arch.attention_norm, hidden)
-        self.attention = Attention(load, block)
-        self.mlp_norm = load.norm(block + load.arch.mlp_norm, hidden)
-        self.mlp = MLP(load, block)
+    Written here over single operations; a backend may have all of it in one.
+    """
+
+    def __init__(self, ops: ReferenceOps, parameters: BlockParameters) -> None:
+        self.ops = ops
+        self.parameters = parameters
+        self.whole = ops.whole_block(parameters)
 
     def __call__(self, x: Tensor, rotation: Rotation, cache: KVLayer, batch: Batch) -> Tensor:
-        """[tokens, hidden] → [tokens, hidden]."""
-        x = x + self.attention(self.attention_norm(x), rotation, cache, batch)
-        return x + self.mlp(self.mlp_norm(x))
+        """[tokens, hidden] → [tokens, hidden]; stores the tokens' keys and values in `cache`.
+
+        `x` may be overwritten.
+        """
+        if self.whole is not None:
+            y = self.whole(x, rotation, cache, batch)
+            if y is not None:
+                return y
+        p = self.parameters
+        x = x + self._attend(_normalize(self.ops, x, p.attention_norm), rotation, cache, batch)
+        return x + self._feed_forward(_normalize(self.ops, x, p.mlp_norm))
+
+    def _attend(self, x: Tensor, rotation: Rotation, cache: KVLayer, batch: Batch) -> Tensor:
+        """Grouped-query attention with rotary or learned positions."""
+        p = self.parameters
+        q, k, v = self._project_heads(x)
+        if p.q_norm is not None and p.k_norm is not None:
+            q, k = _normalize(self.ops, q, p.q_norm), _normalize(self.ops, k, p.k_norm)
+        if rotation is not None:
+            q, k = self.ops.rotary(q, *rotation), self.ops.rotary(k, *rotation)
+        mixed = self.ops.attention(q, k, v, cache, batch, scale=p.scale)
+        return self._project(mixed.flatten(1), p.output)
+
+    def _project_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, hidden] → q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
+        p = self.parameters
+        heads = (p.heads, p.kv_heads, p.kv_heads)
+        if len(p.qkv) == 1:
+            sizes = [n * p.head_dim for n in heads]
+            parts = torch.split_with_sizes(self._project(x, p.qkv[0]), sizes, dim=-1)
+        else:
+            parts = tuple(self._project(x, projection) for projection in p.qkv)
+        q, k, v = (part.view(-1, n, p.head_dim) for part, n in zip(parts, heads, strict=True))
+        return q, k, v
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Two or, with a gate, three projections around a nonlinearity."""
+        p = self.parameters
+        up = self._project(x, p.up)
+        if p.gate is None:
+            return self._project(self.ops.activation(up, p.activation), p.down)
+        gate = self._project(x, p.gate)
+        return self._project(self.ops.gated_activation(gate, up, p.activation), p.down)
+
+    def _project(self, x: Tensor, projection: Projection) -> Tensor:
+        """[tokens, inputs] → [tokens, outputs]."""
+        return self.ops.linear(x, projection.weight, projection.bias)
+
+
+def _normalize(ops: ReferenceOps, x: Tensor, norm: Norm) -> Tensor:
+    if norm.bias is None:
+        return ops.rms_norm(x, norm.weight, norm.eps)
+    return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 class Decoder:
@@ -180,7 +176,7 @@ class Decoder:
         if arch.positions is not None:
             table = (config.max_position_embeddings, config.hidden_size)
             self.embed_positions = load.tensor(f"{load.prefix}{arch.positions}.weight", table)
-        self.blocks = [Block(load, i) for i in range(config.num_hidden_layers)]
+        self.blocks = [Block(ops, load.block(i)) for i in range(config.num_hidden_layers)]
         self.norm = load.norm(load.prefix + arch.final_norm, config.hidden_size)
         head = load.prefix + arch.embedding if config.tie_word_embeddings else arch.head
         self.lm_head = load.weight(head, vocab)
@@ -216,7 +212,7 @@ class Decoder:
         for i, (block, layer) in enumerate(zip(self.blocks, cache, strict=True)):
             x = block(x, rotation, layer, batch)
             watch(f"layer {i}", x)
-        x = self.norm(x)
+        x = _normalize(self.ops, x, self.norm)
         watch("the final norm", x)
         return x
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qinfer.ops.attention import paged_attention
+from qinfer.ops.block import BlockParameters, WholeBlock
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.weights import Weight
 
@@ -48,6 +49,14 @@ class ReferenceOps:
     def prepare(self, weight: Weight) -> Weight:
         """A weight as this backend wants it in memory; called once per weight, at load."""
         return weight.to(self.device)
+
+    def whole_block(self, parameters: BlockParameters) -> WholeBlock | None:
+        """A block in one call, equal to the operations one by one; None if there is no such call.
+
+        Args:
+            parameters: Of the block; its weights are prepared.
+        """
+        return None
 
     def forward_pass(self, tokens: int) -> AbstractContextManager[None]:
         """Surrounds a step of this many tokens, sampling included."""

@@ -37,8 +37,9 @@ static side new_side(unsigned *seed, int64_t head_dim, int64_t kv_heads, int is_
     return s;
 }
 
-static side copy_of(side s, int64_t kv_heads)
+static side copy_of(const side *from, int64_t kv_heads)
 {
+    side s = *from;
     const sizes bytes = sizes_of(&s, kv_heads);
     s.data = memcpy(malloc(bytes.data), s.data, bytes.data);
     s.scale = memcpy(malloc(bytes.scale), s.scale, bytes.scale);
@@ -58,10 +59,10 @@ static void require_same_side(const side *a, const side *b, int64_t kv_heads)
         require_same(a->open, b->open, bytes.open, "an open block");
 }
 
-static void free_side(side s) { free(s.data), free(s.scale), free(s.minimum), free(s.open); }
+static void free_side(const side *s) { free(s->data), free(s->scale), free(s->minimum), free(s->open); }
 
 /* A step's queries, keys and values, [tokens][heads or kv_heads][head_dim] of all segments. */
-static void step(unsigned *seed, call *c, int64_t *starts, const int64_t *ends)
+static void step(unsigned *seed, attention *c, segments *g, int64_t *starts, const int64_t *ends)
 {
     int64_t offsets[SEGMENTS + 1] = {0};
     for (int s = 0; s < SEGMENTS; s++)
@@ -71,19 +72,21 @@ static void step(unsigned *seed, call *c, int64_t *starts, const int64_t *ends)
     float *k = random_floats(seed, tokens * c->kv_heads * c->head_dim);
     float *v = random_floats(seed, tokens * c->kv_heads * c->head_dim);
     float *out = malloc((size_t)floats * sizeof *out), *again = malloc((size_t)floats * sizeof *again);
-    c->q = q, c->k = k, c->v = v, c->out = out, c->starts = starts, c->offsets = offsets;
-    call other = *c;
-    other.keys = copy_of(c->keys, c->kv_heads);
-    other.values = copy_of(c->values, c->kv_heads);
+    c->q = q, c->k = k, c->v = v, c->out = out, g->starts = starts, g->offsets = offsets;
+    const cache copies = {.keys = copy_of(&c->cache->keys, c->kv_heads),
+                          .values = copy_of(&c->cache->values, c->kv_heads),
+                          .window = c->cache->window, .sinks = c->cache->sinks};
+    attention other = *c;
+    other.cache = &copies;
     other.threads = 1 + (int)random_below(seed, 5);
     other.out = again;
     qinfer_attention(c);
     qinfer_attention(&other);
     require_same(out, again, (size_t)floats * sizeof *out, "attention on other threads");
-    require_same_side(&c->keys, &other.keys, c->kv_heads);
-    require_same_side(&c->values, &other.values, c->kv_heads);
+    require_same_side(&c->cache->keys, &copies.keys, c->kv_heads);
+    require_same_side(&c->cache->values, &copies.values, c->kv_heads);
     memcpy(starts, ends, SEGMENTS * sizeof *starts);
-    free_side(other.keys), free_side(other.values);
+    free_side(&copies.keys), free_side(&copies.values);
     free(q), free(k), free(v), free(out), free(again);
 }
 
@@ -96,19 +99,23 @@ void check_attention(unsigned *seed)
     int32_t tables[SEGMENTS * WIDTH], slots[SEGMENTS] = {2, 0, 1};
     for (int i = 0; i < SEGMENTS * WIDTH; i++)
         tables[i] = SEGMENTS * WIDTH - 1 - i;
-    call c = {.keys = new_side(seed, head_dim, kv_heads, 1),
-              .values = new_side(seed, head_dim, kv_heads, 0),
-              .heads = kv_heads * (1 + random_below(seed, 5)), .kv_heads = kv_heads,
-              .head_dim = head_dim, .window = windows[random_below(seed, 5)],
-              .sinks = random_below(seed, 2) * 4, .scale = 0.1f, .threads = 1, .segments = SEGMENTS,
-              .tables = tables, .table_width = WIDTH, .slots = slots};
+    const int32_t *all_tables[] = {tables};
+    const int64_t widths[] = {WIDTH};
+    segments g = {.count = SEGMENTS, .slots = slots, .tables = all_tables, .widths = widths};
+    const cache stored = {.keys = new_side(seed, head_dim, kv_heads, 1),
+                          .values = new_side(seed, head_dim, kv_heads, 0),
+                          .window = windows[random_below(seed, 5)], .sinks = random_below(seed, 2) * 4};
+    const int64_t heads = kv_heads * (1 + random_below(seed, 5));
+    attention c = {.cache = &stored, .segments = &g, .heads = heads, .kv_heads = kv_heads,
+                   .head_dim = head_dim, .scale = 0.1f, .threads = 1, .q_stride = heads * head_dim,
+                   .kv_stride = kv_heads * head_dim};
     int64_t starts[SEGMENTS] = {0}, ends[SEGMENTS];
     for (int turn = 0; turn < 3; turn++) {
         for (int s = 0; s < SEGMENTS; s++) {
             const int64_t left = TOKENS - starts[s] - 2 + turn;
             ends[s] = turn == 2 ? TOKENS : starts[s] + 1 + random_below(seed, (unsigned)left / 2);
         }
-        step(seed, &c, starts, ends);
+        step(seed, &c, &g, starts, ends);
     }
-    free_side(c.keys), free_side(c.values);
+    free_side(&stored.keys), free_side(&stored.values);
 }

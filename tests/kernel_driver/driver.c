@@ -10,7 +10,6 @@ static void *caller(void *argument)
     unsigned seed = 1 + (unsigned)(uintptr_t)argument;
     for (int call = 0; call < CALLS; call++) {
         check_linear(&seed);
-        check_packed(&seed);
         check_attention(&seed);
         check_rows(&seed);
     }

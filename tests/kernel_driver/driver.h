@@ -31,7 +31,6 @@ static inline void require_same(const void *a, const void *b, size_t bytes, cons
 }
 
 void check_linear(unsigned *seed);
-void check_packed(unsigned *seed);
 void check_attention(unsigned *seed);
 void check_rows(unsigned *seed);
 

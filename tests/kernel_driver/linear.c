@@ -2,29 +2,61 @@
 
 #include <linear.c>
 
-enum { ROWS = 61, COLUMNS = 256, TOKENS = 11 };
+enum { ROWS = 61, TOKENS = 13 };
+
+void qinfer_repack(const weight *w, const uint8_t *data, const uint16_t *scale, int threads);
+int64_t qinfer_packed_bytes(const weight *w);
+
+/* A weight of random bytes, and what is to be freed. */
+typedef struct {
+    weight w;
+    void *memory[4];
+} made;
+
+static made new_weight(unsigned *seed, int kind)
+{
+    static const int64_t bytes_of_32[] = {16, 64, 64, 128, 16, 32};
+    const int odd = kind >= BF16 && kind <= FP32, per_row = odd || random_below(seed, 2);
+    const int64_t columns = kind == NF4 || !per_row ? 256 : 250, group = per_row && kind != NF4 ? columns : 64;
+    const int64_t scales = ROWS * (columns / group);
+    made m = {.w = {.kind = kind, .scale_is_fp16 = (int)random_below(seed, 2), .rows = ROWS,
+                    .columns = columns, .group = group, .row_bytes = columns * bytes_of_32[kind] / 32}};
+    uint8_t *data = malloc((size_t)(m.w.row_bytes * ROWS));
+    uint16_t *scale = malloc((size_t)scales * sizeof *scale);
+    for (int64_t i = 0; i < m.w.row_bytes * ROWS; i++)
+        data[i] = (uint8_t)(odd && i & 1 ? 0x3f : random_below(seed, 256));
+    for (int64_t i = 0; i < scales; i++)
+        scale[i] = 0x3c00;
+    m.memory[0] = data;
+    m.memory[1] = scale;
+    m.w.data = data;
+    m.w.absmax = m.memory[2] = random_floats(seed, scales);
+    m.w.code = m.memory[3] = random_floats(seed, 16);
+    if (kind < INT4)
+        return m;
+    m.w.data = malloc((size_t)qinfer_packed_bytes(&m.w));
+    qinfer_repack(&m.w, data, scale, 2);
+    free(data);
+    m.memory[0] = m.w.data;
+    return m;
+}
 
 /* Some tokens with a weight of a random kind: the same on any number of threads, and alone. */
 void check_linear(unsigned *seed)
 {
-    const int kind = (int)random_below(seed, 4), odd = kind >= BF16;
-    const int64_t columns = COLUMNS - (odd ? 3 : 0), group = odd ? columns : 64;
-    weight w = {.kind = kind, .rows = ROWS, .columns = columns, .group = group,
-                .row_bytes = kind == FP32 ? 4 * columns : odd ? 2 * columns : columns / 2};
-    const size_t bytes = (size_t)(w.row_bytes * ROWS), scales = (size_t)(ROWS * columns / group);
-    uint8_t *data = malloc(bytes);
-    float *x = random_floats(seed, TOKENS * columns), *absmax = random_floats(seed, (int64_t)scales);
-    float *code = random_floats(seed, 16);
+    const made m = new_weight(seed, (int)random_below(seed, 6));
+    float *x = random_floats(seed, TOKENS * m.w.columns);
     float *y = malloc(TOKENS * ROWS * sizeof *y), *z = malloc(TOKENS * ROWS * sizeof *z);
-    for (size_t i = 0; i < bytes; i++)
-        data[i] = (uint8_t)(i & 1 && kind >= BF16 ? 0x3f : random_below(seed, 256));
-    w.data = data;
-    w.absmax = absmax;
-    w.code = code;
-    qinfer_linear(&w, x, TOKENS, y, 1);
-    qinfer_linear(&w, x, TOKENS, z, 1 + (int)random_below(seed, 5));
+    void *workspace = malloc((size_t)qinfer_linear_bytes(TOKENS, m.w.columns));
+    const product p = {.w = &m.w, .out = y, .stride = ROWS}, again = {.w = &m.w, .out = z, .stride = ROWS};
+    qinfer_linear(&p, x, TOKENS, workspace, 1);
+    qinfer_linear(&again, x, TOKENS, workspace, 1 + (int)random_below(seed, 5));
     require_same(y, z, TOKENS * ROWS * sizeof *y, "linear on other threads");
-    qinfer_linear(&w, x, 1, z, 2);
-    require_same(y, z, ROWS * sizeof *y, "linear of a token alone");
-    free(data), free(x), free(absmax), free(code), free(y), free(z);
+    for (int64_t tokens = 1; tokens < TOKENS; tokens += 3) {
+        qinfer_linear(&again, x, tokens, workspace, 2);
+        require_same(y, z, (size_t)tokens * ROWS * sizeof *y, "linear of fewer tokens");
+    }
+    for (int i = 0; i < 4; i++)
+        free(m.memory[i]);
+    free(x), free(y), free(z), free(workspace);
 }

@@ -15,13 +15,12 @@ void check_rows(unsigned *seed)
         const int threads[] = {1, 1 + (int)random_below(seed, 5), 1};
         for (int run = 0; run < 3; run++) {
             float *to = run ? z : y, *factor = operation == 2 ? NULL : up;
-            const int64_t rows = run == 2 ? 1 : count;
-            if (operation == 0)
-                qinfer_rms_norm(x, weight, 1e-5f, rows, size, to, threads[run]);
-            else if (operation == 1)
-                qinfer_layer_norm(x, weight, bias, 1e-5f, rows, size, to, threads[run]);
+            const int64_t some = run == 2 ? 1 : count;
+            const norm n = {weight, operation ? bias : NULL, 1e-5};
+            if (operation < 2)
+                qinfer_norm(&n, x, some, size, to, threads[run]);
             else
-                qinfer_activate(x, factor, kind, rows, size, to, threads[run]);
+                qinfer_activate(x, factor, kind, some, size, to, threads[run]);
             require_same(y, to, run == 2 ? row : bytes, "a row");
         }
     }

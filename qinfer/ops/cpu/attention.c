@@ -5,6 +5,8 @@
  * one float order, whatever is computed beside it: the result is the same for a token alone and in any
  * chunk or batch, and for any number of threads.
  */
+#include "attention.h"
+
 #include "pool.h"
 #include "variants.h"
 
@@ -13,38 +15,8 @@
 
 enum { BLOCK = 32, MAX_HEAD_DIM = 256, MAX_ROWS = 48, FEW_FLOATS = 1 << 15 };
 
-/* The keys or the values of a layer, [blocks, kv_heads, …] as in qinfer/quant/kv.py; must match `_Side`
- * in kernels.py. */
 typedef struct {
-    int32_t bits;     /* 32, 16, 8 or 4 */
-    int32_t is_keys;  /* channels before tokens */
-    int64_t head_dim;
-    int64_t group;    /* channels a scale, of 4-bit values */
-    void *data;
-    uint16_t *scale, *minimum;
-    uint16_t *open;   /* [slots, kv_heads, …]: the last block of each sequence, if bits < 16 */
-} side;
-
-/* One call; must match `_Attention` in kernels.py. Tokens of a segment follow each other. */
-typedef struct {
-    side keys, values;
-    int64_t heads, kv_heads, head_dim;
-    int64_t window; /* tokens a query sees, itself included; 0 is all */
-    int64_t sinks;  /* first tokens seen beside the window */
-    float scale;
-    int32_t threads;
-    const float *q, *k, *v; /* [tokens, heads or kv_heads, head_dim] */
-    float *out;             /* like q */
-    int64_t segments;
-    const int64_t *starts;  /* [segments]: positions */
-    const int64_t *offsets; /* [segments + 1]: into the tokens */
-    const int32_t *tables;  /* [segments, table_width]: a block's number by position / BLOCK */
-    int64_t table_width;
-    const int32_t *slots;   /* [segments] */
-} call;
-
-typedef struct {
-    const call *c;
+    const attention *c;
     int64_t group_heads, head_dim, padded;
     const int64_t *block_ends; /* [segments]: running count of the segments' query blocks */
 } work;
@@ -69,15 +41,15 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 /* Hide the tokens that the query at `position` does not see. */
 static void mask(const work *w, const tile *b, int64_t position, float *scores)
 {
-    const call *c = w->c;
-    const int64_t first = b->first_position, oldest = c->window ? position - c->window + 1 : 0;
+    const attention *c = w->c;
+    const int64_t first = b->first_position, oldest = c->cache->window ? position - c->cache->window + 1 : 0;
     for (int64_t j = 0; j < BLOCK; j++)
         scores[j] *= c->scale;
     if (position >= first + BLOCK - 1 && oldest <= first)
         return;
     for (int64_t j = 0; j < BLOCK; j++) {
         const int64_t at = first + j;
-        if (at > position || (at < oldest && at >= c->sinks))
+        if (at > position || (at < oldest && at >= c->cache->sinks))
             scores[j] = -INFINITY;
     }
 }
@@ -190,26 +162,27 @@ static void seal_int4(const side *s, const source *from, int64_t at, int64_t fir
         }
 }
 
-static source source_of(const call *c, const side *s, int64_t segment, int64_t head)
+static source source_of(const attention *c, const side *s, int64_t segment, int64_t head)
 {
     const float *new = s->is_keys ? c->k : c->v;
-    const int64_t at = c->slots[segment] * c->kv_heads + head, stride = c->kv_heads * c->head_dim;
+    const int64_t at = c->segments->slots[segment] * c->kv_heads + head;
     return (source){
-        .new = new + c->offsets[segment] * stride + head * c->head_dim,
-        .stride = stride,
-        .start = c->starts[segment],
-        .end = c->starts[segment] + c->offsets[segment + 1] - c->offsets[segment],
+        .new = new + c->segments->offsets[segment] * c->kv_stride + head * c->head_dim,
+        .stride = c->kv_stride,
+        .start = c->segments->starts[segment],
+        .end = c->segments->starts[segment] + c->segments->offsets[segment + 1] - c->segments->offsets[segment],
         .open = s->bits < 16 ? s->open + at * BLOCK * c->head_dim : NULL,
     };
 }
 
-static int64_t block_at(const call *c, int64_t segment, int64_t head, int64_t block)
+static int64_t block_at(const attention *c, int64_t segment, int64_t head, int64_t block)
 {
-    return c->tables[segment * c->table_width + block] * c->kv_heads + head;
+    const int64_t group = c->cache->group, width = c->segments->widths[group];
+    return c->segments->tables[group][segment * width + block] * c->kv_heads + head;
 }
 
 /* Before attention: write tokens where blocks are stored as they are, quantize those that fill. */
-static void store_side(const call *c, const side *s, int64_t segment, int64_t head)
+static void store_side(const attention *c, const side *s, int64_t segment, int64_t head)
 {
     const source from = source_of(c, s, segment, head);
     for (int64_t first = from.start / BLOCK * BLOCK; first < from.end; first += BLOCK) {
@@ -222,26 +195,26 @@ static void store_side(const call *c, const side *s, int64_t segment, int64_t he
 }
 
 /* After attention: keep the rest that fills no block. */
-static void keep_open(const call *c, const side *s, int64_t segment, int64_t head)
+static void keep_open(const attention *c, const side *s, int64_t segment, int64_t head)
 {
     const source from = source_of(c, s, segment, head);
-    const int64_t at = c->slots[segment] * c->kv_heads + head;
+    const int64_t at = c->segments->slots[segment] * c->kv_heads + head;
     if (s->bits < 16)
         write_rows(s, &from, at, larger(from.end / BLOCK * BLOCK, from.start), from.end);
 }
 
 static void store_pass(const void *argument, int64_t i)
 {
-    const call *c = ((const work *)argument)->c;
-    store_side(c, &c->keys, i / c->kv_heads, i % c->kv_heads);
-    store_side(c, &c->values, i / c->kv_heads, i % c->kv_heads);
+    const attention *c = ((const work *)argument)->c;
+    store_side(c, &c->cache->keys, i / c->kv_heads, i % c->kv_heads);
+    store_side(c, &c->cache->values, i / c->kv_heads, i % c->kv_heads);
 }
 
 static void keep_pass(const void *argument, int64_t i)
 {
-    const call *c = ((const work *)argument)->c;
-    keep_open(c, &c->keys, i / c->kv_heads, i % c->kv_heads);
-    keep_open(c, &c->values, i / c->kv_heads, i % c->kv_heads);
+    const attention *c = ((const work *)argument)->c;
+    keep_open(c, &c->cache->keys, i / c->kv_heads, i % c->kv_heads);
+    keep_open(c, &c->cache->values, i / c->kv_heads, i % c->kv_heads);
 }
 
 /* Some tokens of one segment that lie in one block, and the head group that looks. */
@@ -251,33 +224,40 @@ typedef struct {
 
 static void load_tile(const work *w, const query *p, int64_t first, float *keys, float *values, tile *b)
 {
-    const call *c = w->c;
+    const attention *c = w->c;
     const int64_t at = block_at(c, p->segment, p->head, first / BLOCK);
     *b = (tile){keys, values, first, first == p->own ? p->end - first : BLOCK};
-    if (first == p->own && c->keys.bits < 16) {
-        const source from = source_of(c, &c->keys, p->segment, p->head);
-        load_open(&c->keys, &from, first, b->count, w->padded, keys);
+    if (first == p->own && c->cache->keys.bits < 16) {
+        const source from = source_of(c, &c->cache->keys, p->segment, p->head);
+        load_open(&c->cache->keys, &from, first, b->count, w->padded, keys);
     } else {
-        CHOOSE(load_keys)(&c->keys, at, w->head_dim, keys);
+        CHOOSE(load_keys)(&c->cache->keys, at, w->head_dim, keys);
     }
-    if (first == p->own && c->values.bits < 16) {
-        const source from = source_of(c, &c->values, p->segment, p->head);
-        load_open(&c->values, &from, first, b->count, w->padded, values);
+    if (first == p->own && c->cache->values.bits < 16) {
+        const source from = source_of(c, &c->cache->values, p->segment, p->head);
+        load_open(&c->cache->values, &from, first, b->count, w->padded, values);
     } else {
-        CHOOSE(load_values)(&c->values, at, b->count, w->padded, values);
+        CHOOSE(load_values)(&c->cache->values, at, b->count, w->padded, values);
     }
+}
+
+/* Where the heads that row r looks for begin, in queries and results that are so far apart. */
+static int64_t head_of_row(const work *w, const query *p, int64_t r, int64_t stride)
+{
+    const attention *c = w->c;
+    const int64_t token = c->segments->offsets[p->segment] + p->first - c->segments->starts[p->segment];
+    const int64_t head = p->head * w->group_heads + r % w->group_heads;
+    return (token + r / w->group_heads) * stride + head * w->head_dim;
 }
 
 static void begin(const work *w, const query *p, state *t)
 {
-    const call *c = w->c;
+    const attention *c = w->c;
     t->rows = (p->end - p->first) * w->group_heads;
     t->first_position = p->first;
     memset(t->mixed, 0, (size_t)(t->rows * w->padded) * sizeof(float));
     for (int64_t r = 0; r < t->rows; r++) {
-        const int64_t token = c->offsets[p->segment] + p->first - c->starts[p->segment];
-        const int64_t head = (token + r / w->group_heads) * c->heads + p->head * w->group_heads;
-        memcpy(t->queries + r * w->head_dim, c->q + (head + r % w->group_heads) * w->head_dim,
+        memcpy(t->queries + r * w->head_dim, c->q + head_of_row(w, p, r, c->q_stride),
                (size_t)w->head_dim * sizeof(float));
         t->most[r] = -INFINITY;
         t->total[r] = 0;
@@ -286,11 +266,8 @@ static void begin(const work *w, const query *p, state *t)
 
 static void finish(const work *w, const query *p, const state *t)
 {
-    const call *c = w->c;
     for (int64_t r = 0; r < t->rows; r++) {
-        const int64_t token = c->offsets[p->segment] + p->first - c->starts[p->segment];
-        const int64_t head = (token + r / w->group_heads) * c->heads + p->head * w->group_heads;
-        float *out = c->out + (head + r % w->group_heads) * w->head_dim;
+        float *out = w->c->out + head_of_row(w, p, r, w->c->heads * w->head_dim);
         for (int64_t i = 0; i < w->head_dim; i++)
             out[i] = t->mixed[r * w->padded + i] / t->total[r];
     }
@@ -298,15 +275,15 @@ static void finish(const work *w, const query *p, const state *t)
 
 static void attend_query(const work *w, const query *p)
 {
-    const call *c = w->c;
+    const attention *c = w->c;
     float keys[BLOCK * MAX_HEAD_DIM], values[BLOCK * MAX_HEAD_DIM];
     state t;
     tile b;
-    const int64_t oldest = c->window ? larger(0, p->first - c->window + 1) : 0;
+    const int64_t oldest = c->cache->window ? larger(0, p->first - c->cache->window + 1) : 0;
     memset(values, 0, (size_t)(BLOCK * w->padded) * sizeof *values); /* the channels that pad */
     begin(w, p, &t);
     for (int64_t first = 0; first <= p->own; first += BLOCK) {
-        if (first >= c->sinks && first + BLOCK <= oldest)
+        if (first >= c->cache->sinks && first + BLOCK <= oldest)
             continue;
         load_tile(w, p, first, keys, values, &b);
         CHOOSE(attend)(w, &t, &b);
@@ -317,13 +294,13 @@ static void attend_query(const work *w, const query *p)
 static void attend_pass(const void *argument, int64_t i)
 {
     const work *w = argument;
-    const call *c = w->c;
+    const attention *c = w->c;
     const int64_t block = i / c->kv_heads;
     int64_t segment = 0;
     while (w->block_ends[segment] <= block)
         segment++;
-    const int64_t start = c->starts[segment];
-    const int64_t end = start + c->offsets[segment + 1] - c->offsets[segment];
+    const int64_t start = c->segments->starts[segment];
+    const int64_t end = start + c->segments->offsets[segment + 1] - c->segments->offsets[segment];
     const int64_t within = block - (segment ? w->block_ends[segment - 1] : 0);
     const int64_t own = (start / BLOCK + within) * BLOCK, stop = smaller(own + BLOCK, end);
     const int64_t step = larger(1, MAX_ROWS / w->group_heads);
@@ -335,13 +312,13 @@ static void attend_pass(const void *argument, int64_t i)
 
 /* Write the tokens' keys and values to the cache, and let their queries attend to it. Returns 0 if out of
  * memory. head_dim is at most MAX_HEAD_DIM, heads / kv_heads at most MAX_ROWS. */
-int qinfer_attention(const call *c)
+int qinfer_attention(const attention *c)
 {
-    int64_t *block_ends = malloc((size_t)c->segments * sizeof *block_ends), blocks = 0;
+    int64_t *block_ends = malloc((size_t)c->segments->count * sizeof *block_ends), blocks = 0;
     if (!block_ends)
         return 0;
-    for (int64_t s = 0; s < c->segments; s++) {
-        const int64_t start = c->starts[s], end = start + c->offsets[s + 1] - c->offsets[s];
+    for (int64_t s = 0; s < c->segments->count; s++) {
+        const int64_t start = c->segments->starts[s], end = start + c->segments->offsets[s + 1] - c->segments->offsets[s];
         blocks += (end - 1) / BLOCK - start / BLOCK + 1;
         block_ends[s] = blocks;
     }
@@ -350,12 +327,12 @@ int qinfer_attention(const call *c)
                     .head_dim = c->head_dim,
                     .padded = (c->head_dim + 31) / 32 * 32,
                     .block_ends = block_ends};
-    const int64_t floats = c->offsets[c->segments] * c->kv_heads * c->head_dim;
+    const int64_t floats = c->segments->offsets[c->segments->count] * c->kv_heads * c->head_dim;
     const int storers = floats < FEW_FLOATS ? 1 : c->threads;
-    qinfer_parallel(store_pass, &w, c->segments * c->kv_heads, storers);
+    qinfer_parallel(store_pass, &w, c->segments->count * c->kv_heads, storers);
     qinfer_parallel(attend_pass, &w, blocks * c->kv_heads, c->threads);
-    if (c->keys.bits < 16 || c->values.bits < 16)
-        qinfer_parallel(keep_pass, &w, c->segments * c->kv_heads, storers);
+    if (c->cache->keys.bits < 16 || c->cache->values.bits < 16)
+        qinfer_parallel(keep_pass, &w, c->segments->count * c->kv_heads, storers);
     free(block_ends);
     return 1;
 }

@@ -16,77 +16,175 @@ from torch import Tensor
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.kv import KVSide, value_group
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3}
 _MAX_HEAD_DIM, _MAX_GROUP_HEADS = 256, 48  # MAX_HEAD_DIM and MAX_ROWS in attention.c
 
+_int32, _int64, _float, _pointer = (
+    ctypes.c_int32,
+    ctypes.c_int64,
+    ctypes.c_float,
+    ctypes.c_void_p,
+)
 
-class Unpacked(ctypes.Structure):
-    """`weight` in linear.c."""
+
+class Weight(ctypes.Structure):
+    """`weight` in weight.h."""
 
     _fields_ = (
-        ("kind", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
-        ("absmax", ctypes.c_void_p),
-        ("code", ctypes.c_void_p),
+        ("kind", _int32),
+        ("scale_is_fp16", _int32),
+        ("rows", _int64),
+        ("columns", _int64),
+        ("group", _int64),
+        ("row_bytes", _int64),
+        ("data", _pointer),
+        ("absmax", _pointer),
+        ("code", _pointer),
     )
 
 
-class Packed(ctypes.Structure):
-    """`packed` in packed.h."""
+class Product(ctypes.Structure):
+    """`product` in weight.h."""
 
     _fields_ = (
-        ("bits", ctypes.c_int32),
-        ("scale_is_fp16", ctypes.c_int32),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("runs", ctypes.c_int64),
-        ("runs_a_group", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
+        ("weight", ctypes.POINTER(Weight)),
+        ("bias", _pointer),
+        ("out", _pointer),
+        ("stride", _int64),
+        ("adds", _int64),
+    )
+
+
+class Norm(ctypes.Structure):
+    """`norm` in rows.h."""
+
+    _fields_ = (("weight", _pointer), ("bias", _pointer), ("eps", ctypes.c_double))
+
+
+class Projection(ctypes.Structure):
+    """`projection` in block.c."""
+
+    _fields_ = (("weight", ctypes.POINTER(Weight)), ("bias", _pointer))
+
+
+class Block(ctypes.Structure):
+    """`block` in block.c."""
+
+    _fields_ = (
+        ("hidden", _int64),
+        ("intermediate", _int64),
+        ("heads", _int64),
+        ("kv_heads", _int64),
+        ("head_dim", _int64),
+        ("scale", _float),
+        ("activation", _int32),
+        ("attention_norm", Norm),
+        ("q_norm", Norm),
+        ("k_norm", Norm),
+        ("mlp_norm", Norm),
+        ("qkv", Projection * 3),
+        ("output", Projection),
+        ("gate", Projection),
+        ("up", Projection),
+        ("down", Projection),
     )
 
 
 class _Side(ctypes.Structure):
-    """`side` in attention.c."""
+    """`side` in attention.h."""
 
     _fields_ = (
-        ("bits", ctypes.c_int32),
-        ("is_keys", ctypes.c_int32),
-        ("head_dim", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("minimum", ctypes.c_void_p),
-        ("open", ctypes.c_void_p),
+        ("bits", _int32),
+        ("is_keys", _int32),
+        ("head_dim", _int64),
+        ("group", _int64),
+        ("data", _pointer),
+        ("scale", _pointer),
+        ("minimum", _pointer),
+        ("open", _pointer),
     )
 
 
-class _Attention(ctypes.Structure):
-    """`call` in attention.c."""
+class Cache(ctypes.Structure):
+    """`cache` in attention.h."""
 
     _fields_ = (
         ("keys", _Side),
         ("values", _Side),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("sinks", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("threads", ctypes.c_int32),
-        ("q", ctypes.c_void_p),
-        ("k", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("segments", ctypes.c_int64),
-        ("starts", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("table_width", ctypes.c_int64),
-        ("slots", ctypes.c_void_p),
+        ("group", _int64),
+        ("window", _int64),
+        ("sinks", _int64),
+    )
+
+    @classmethod
+    def of(cls, layer: KVLayer) -> Cache:
+        """The cache of a layer; the layer must outlive it."""
+        return cls(
+            keys=_side(layer.keys),
+            values=_side(layer.values),
+            group=layer.group,
+            window=layer.window or 0,
+            sinks=layer.sinks,
+        )
+
+
+class Segments(ctypes.Structure):
+    """`segments` in attention.h."""
+
+    _fields_ = (
+        ("count", _int64),
+        ("starts", _pointer),
+        ("offsets", _pointer),
+        ("slots", _pointer),
+        ("tables", ctypes.POINTER(_pointer)),
+        ("widths", ctypes.POINTER(_int64)),
+    )
+
+    @classmethod
+    def of(cls, batch: Batch) -> Segments:
+        """The segments of a batch, which must outlive them."""
+        groups = len(batch.tables)
+        return cls(
+            count=len(batch.starts),
+            starts=batch.starts.data_ptr(),
+            offsets=batch.offsets.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            tables=(_pointer * groups)(*(table.data_ptr() for table in batch.tables)),
+            widths=(_int64 * groups)(*(table.shape[1] for table in batch.tables)),
+        )
+
+
+class Step(ctypes.Structure):
+    """`step` in block.c."""
+
+    _fields_ = (
+        ("tokens", _int64),
+        ("threads", _int64),
+        ("x", _pointer),
+        ("cos", _pointer),
+        ("sin", _pointer),
+        ("segments", ctypes.POINTER(Segments)),
+        ("workspace", _pointer),
+    )
+
+
+class _Attention(ctypes.Structure):
+    """`attention` in attention.h."""
+
+    _fields_ = (
+        ("cache", ctypes.POINTER(Cache)),
+        ("segments", ctypes.POINTER(Segments)),
+        ("heads", _int64),
+        ("kv_heads", _int64),
+        ("head_dim", _int64),
+        ("scale", _float),
+        ("threads", _int32),
+        ("q", _pointer),
+        ("k", _pointer),
+        ("v", _pointer),
+        ("q_stride", _int64),
+        ("kv_stride", _int64),
+        ("out", _pointer),
     )
 
 
@@ -102,33 +200,70 @@ def library() -> ctypes.CDLL | None:
 def load(path: str) -> ctypes.CDLL:
     """Load a build of the kernels and declare their functions."""
     kernels = ctypes.CDLL(path)
-    pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    weight, packed = ctypes.POINTER(Unpacked), ctypes.POINTER(Packed)
-    real = ctypes.c_float
-    kernels.qinfer_linear.argtypes = [weight, pointer, size, pointer, count]
-    kernels.qinfer_linear.restype = count
-    kernels.qinfer_packed_linear.argtypes = [packed, pointer, size, pointer, count]
-    kernels.qinfer_packed_linear.restype = count
-    kernels.qinfer_packed_bytes.argtypes = [packed]
-    kernels.qinfer_packed_bytes.restype = size
-    kernels.qinfer_repack.argtypes = [packed, pointer, pointer, size, count]
-    kernels.qinfer_attention.argtypes = [ctypes.POINTER(_Attention)]
-    kernels.qinfer_attention.restype = count
-    kernels.qinfer_rms_norm.argtypes = [pointer, pointer, real, size, size, pointer, count]
-    kernels.qinfer_layer_norm.argtypes = [
-        *(pointer, pointer, pointer, real),
-        *(size, size, pointer, count),
-    ]
-    kernels.qinfer_activate.argtypes = [pointer, pointer, count, size, size, pointer, count]
-    kernels.qinfer_rotary.argtypes = [pointer, pointer, pointer, size, size, size]
-    for name in ("repack", "rms_norm", "layer_norm", "activate", "rotary"):
-        getattr(kernels, f"qinfer_{name}").restype = None
+    count, to = ctypes.c_int, ctypes.POINTER
+    signatures = {
+        "linear": (None, [to(Product), _pointer, _int64, _pointer, count]),
+        "linear_bytes": (_int64, [_int64, _int64]),
+        "packed_bytes": (_int64, [to(Weight)]),
+        "repack": (None, [to(Weight), _pointer, _pointer, count]),
+        "attention": (count, [to(_Attention)]),
+        "block": (count, [to(Block), to(Cache), to(Step)]),
+        "block_bytes": (_int64, [to(Block), _int64]),
+        "norm": (None, [to(Norm), _pointer, _int64, _int64, _pointer, count]),
+        "activate": (None, [_pointer, _pointer, count, _int64, _int64, _pointer, count]),
+        "rotary": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(kernels, f"qinfer_{name}")
+        function.restype, function.argtypes = result, arguments
     return kernels
 
 
-def takes_attention(q: Tensor, k: Tensor, layer: KVLayer) -> bool:
-    """Whether the attention kernel covers these shapes and this cache."""
-    fits = q.shape[2] <= _MAX_HEAD_DIM and q.shape[1] // k.shape[1] <= _MAX_GROUP_HEADS
+class Workspace:
+    """Memory that calls use one after another, as large as the largest needed.
+
+    Attributes:
+        memory: uint8; another tensor when it had to grow.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def at_least(self, nbytes: int) -> Tensor:
+        """The memory, of so many bytes or more."""
+        if nbytes > len(self.memory):
+            self.memory = torch.empty(0, dtype=torch.uint8)  # lets go of what is there first
+            self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self.memory
+
+
+def linear(
+    kernels: ctypes.CDLL,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    workspace: Workspace,
+    *,
+    threads: int,
+) -> Tensor:
+    """See `ReferenceOps.linear`; the result does not depend on `threads`."""
+    x = x.contiguous()
+    tokens, columns = x.shape
+    y = torch.empty(tokens, weight.rows)
+    memory = workspace.at_least(kernels.qinfer_linear_bytes(tokens, columns))
+    product = Product(
+        weight=ctypes.pointer(weight),
+        bias=address(bias),
+        out=y.data_ptr(),
+        stride=weight.rows,
+    )
+    kernels.qinfer_linear(product, x.data_ptr(), tokens, memory.data_ptr(), threads)
+    return y
+
+
+def takes_attention(heads: tuple[int, int], head_dim: int, layer: KVLayer) -> bool:
+    """Whether the attention kernel covers these heads, of queries and of keys, and this cache."""
+    fits = head_dim <= _MAX_HEAD_DIM and heads[0] // heads[1] <= _MAX_GROUP_HEADS
     return fits and all(
         t.dtype == torch.float16
         for side in (layer.keys, layer.values)
@@ -151,71 +286,58 @@ def attention(
     """See `ReferenceOps.attention`; the result does not depend on `threads`."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
-    table = batch.tables[layer.group]
     call = _Attention(
-        keys=_side(layer.keys),
-        values=_side(layer.values),
+        cache=ctypes.pointer(Cache.of(layer)),
+        segments=ctypes.pointer(Segments.of(batch)),
         heads=q.shape[1],
         kv_heads=k.shape[1],
         head_dim=q.shape[2],
-        window=layer.window or 0,
-        sinks=layer.sinks,
         scale=scale,
         threads=threads,
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),
+        q_stride=q.stride(0),
+        kv_stride=k.stride(0),
         out=out.data_ptr(),
-        segments=len(batch.starts),
-        starts=batch.starts.data_ptr(),
-        offsets=batch.offsets.data_ptr(),
-        tables=table.data_ptr(),
-        table_width=table.shape[1],
-        slots=batch.slots.data_ptr(),
     )
-    if not kernels.qinfer_attention(ctypes.byref(call)):
+    if not kernels.qinfer_attention(call):
         raise MemoryError(f"no memory for attention over {len(batch.starts)} sequences")
     return out
 
 
-def _side(side: KVSide) -> _Side:
-    def pointer(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's data is; None if there is none."""
+    return None if tensor is None else tensor.data_ptr()
 
+
+def _side(side: KVSide) -> _Side:
     return _Side(
         bits=side.bits,
         is_keys=side.is_keys,
         head_dim=side.head_dim,
         group=value_group(side.head_dim),
         data=side.data.data_ptr(),
-        scale=pointer(side.scale),
-        minimum=pointer(side.minimum),
-        open=pointer(side.open),
+        scale=address(side.scale),
+        minimum=address(side.minimum),
+        open=address(side.open),
     )
 
 
-def rms_norm(
-    kernels: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, *, threads: int
+def norm(
+    kernels: ctypes.CDLL,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    threads: int,
 ) -> Tensor:
-    """See `ReferenceOps.rms_norm`."""
+    """See `ReferenceOps.layer_norm`; without a bias `ReferenceOps.rms_norm`."""
     x, y = x.contiguous(), torch.empty(x.shape)
     size = x.shape[-1]
-    kernels.qinfer_rms_norm(
-        x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, y.data_ptr(), threads
-    )
-    return y
-
-
-def layer_norm(
-    kernels: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, threads: int
-) -> Tensor:
-    """See `ReferenceOps.layer_norm`."""
-    x, y = x.contiguous(), torch.empty(x.shape)
-    size = x.shape[-1]
-    kernels.qinfer_layer_norm(
-        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps),
-        *(x.numel() // size, size, y.data_ptr(), threads),
-    )
+    described = Norm(weight=weight.data_ptr(), bias=address(bias), eps=eps)
+    kernels.qinfer_norm(described, x.data_ptr(), x.numel() // size, size, y.data_ptr(), threads)
     return y
 
 
@@ -227,7 +349,7 @@ def activate(
     size = x.shape[-1]
     up = None if up is None else up.contiguous()
     kernels.qinfer_activate(
-        *(x.data_ptr(), None if up is None else up.data_ptr(), _ACTIVATIONS[kind]),
+        *(x.data_ptr(), address(up), ACTIVATIONS[kind]),
         *(x.numel() // size, size, y.data_ptr(), threads),
     )
     return y

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from qinfer.ops.block import BlockParameters, WholeBlock
 from qinfer.ops.cpu import kernels
+from qinfer.ops.cpu.block import Passes, native_block
 from qinfer.ops.cpu.weights import Arena, NativeWeight, native
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
@@ -26,10 +28,12 @@ class CPUOps(ReferenceOps):
     cover is computed token by token, so that this stays true.
     """
 
-    def __init__(self, *, deterministic: bool = False) -> None:
+    def __init__(self, *, deterministic: bool = False, threads: int | None = None) -> None:
         self._kernels = kernels.library()
-        self._threads = torch.get_num_threads()
+        self._threads = threads or torch.get_num_threads()
         self._arena = Arena()
+        self._workspace = kernels.Workspace()
+        self._passes = Passes(self._workspace, self._threads)
         super().__init__(
             torch.device("cpu"),
             torch.float32,
@@ -57,24 +61,31 @@ class CPUOps(ReferenceOps):
         """Repack a 4- or 8-bit weight; any other stays mapped."""
         return native(weight, self._arena, threads=self._threads)
 
+    def whole_block(self, parameters: BlockParameters) -> WholeBlock | None:
+        """See `ReferenceOps.whole_block`."""
+        if self._kernels is None:
+            return None
+        return native_block(self._kernels, parameters, self._passes)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `ReferenceOps.rms_norm`."""
         if self._kernels is None:
             return super().rms_norm(x, weight, eps)
-        return kernels.rms_norm(self._kernels, x, weight, eps, threads=self._threads)
+        return kernels.norm(self._kernels, x, weight, None, eps, threads=self._threads)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """See `ReferenceOps.layer_norm`."""
         if self._kernels is None:
             return super().layer_norm(x, weight, bias, eps)
-        return kernels.layer_norm(self._kernels, x, weight, bias, eps, threads=self._threads)
+        return kernels.norm(self._kernels, x, weight, bias, eps, threads=self._threads)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """See `ReferenceOps.linear`."""
-        if not isinstance(weight, NativeWeight):
+        if self._kernels is None or not isinstance(weight, NativeWeight):
             return super().linear(x, weight, bias)
-        y = weight.linear(x, self._threads)
-        return y if bias is None else y.add_(bias)
+        return kernels.linear(
+            self._kernels, x, weight.description, bias, self._workspace, threads=self._threads
+        )
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `ReferenceOps.rotary`."""
@@ -86,7 +97,8 @@ class CPUOps(ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, *, scale: float
     ) -> Tensor:
         """See `ReferenceOps.attention`."""
-        if self._kernels is None or not kernels.takes_attention(q, k, layer):
+        heads = q.shape[1], k.shape[1]
+        if self._kernels is None or not kernels.takes_attention(heads, q.shape[2], layer):
             return super().attention(q, k, v, layer, batch, scale=scale)
         return kernels.attention(
             self._kernels, q, k, v, layer, batch, scale=scale, threads=self._threads

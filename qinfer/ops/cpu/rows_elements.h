@@ -21,6 +21,22 @@ INLINE void VARIANT(store_some)(float *p, v8 x, int64_t left)
     memcpy(p, part, (size_t)left * sizeof *part);
 }
 
+static void VARIANT(copy)(const rows *c, const float *x, float *y)
+{
+    memcpy(y, x, (size_t)c->size * sizeof *y);
+}
+
+static void VARIANT(rotate)(float *x, int64_t half, const float *cos, const float *sin)
+{
+    for (int64_t i = 0; i < half; i += 8) {
+        const int64_t left = half - i;
+        const v8 a = VARIANT(load_some)(x + i, left), b = VARIANT(load_some)(x + half + i, left);
+        const v8 c = VARIANT(load_some)(cos + i, left), s = VARIANT(load_some)(sin + i, left);
+        VARIANT(store_some)(x + i, a * c - b * s, left);
+        VARIANT(store_some)(x + half + i, b * c + a * s, left);
+    }
+}
+
 static void VARIANT(rms_norm)(const rows *c, const float *x, float *y)
 {
     v8 squares = VARIANT(splat)(0);

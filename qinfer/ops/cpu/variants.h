@@ -1,4 +1,4 @@
-/* Which variants of vector code there are, and which one this processor runs. */
+/* Vectors in the compiler's own notation, and which variants of the code over them there are. */
 #ifndef QINFER_VARIANTS_H
 #define QINFER_VARIANTS_H
 
@@ -9,23 +9,39 @@
 
 #if defined(__GNUC__) && defined(__x86_64__) && !defined(QINFER_PLAIN) /* to test without */
 #include <immintrin.h>
-#define HAVE_AVX2_VARIANTS 1
-#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define HAVE_X86_VARIANTS 1
+#elif defined(__aarch64__) && !defined(QINFER_PLAIN)
+#include <arm_neon.h>
+#define HAVE_NEON 1 /* every such processor has it, so the plain variant uses it */
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
+typedef int16_t v16s __attribute__((vector_size(32)));
+typedef uint16_t v16u __attribute__((vector_size(32)));
 typedef float v8_in_memory __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t v8i_in_memory __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int16_t v16s_in_memory __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint16_t v16u_in_memory __attribute__((vector_size(32), aligned(1), may_alias));
 
-static inline int has_avx2(void)
+/* The variants, the later ones for newer processors. */
+enum { PLAIN, AVX2, AVX512_VNNI };
+
+/* The one that this processor runs. */
+static inline int variant(void)
 {
-#ifdef HAVE_AVX2_VARIANTS
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
+#ifdef HAVE_X86_VARIANTS
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c"))
+        return PLAIN;
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
+        return AVX512_VNNI;
+    return AVX2;
 #else
-    return 0;
+    return PLAIN;
 #endif
 }
 

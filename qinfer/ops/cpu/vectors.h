@@ -12,6 +12,8 @@ INLINE void VARIANT(store)(float *p, v8 x) { *(v8_in_memory *)p = x; }
 
 INLINE v8 VARIANT(splat)(float x) { return (v8){x, x, x, x, x, x, x, x}; }
 
+INLINE v8i VARIANT(splat_int)(int32_t x) { return (v8i){x, x, x, x, x, x, x, x}; }
+
 /* a * b + c */
 INLINE v8 VARIANT(madd)(v8 a, v8 b, v8 c)
 {
@@ -30,6 +32,18 @@ INLINE v8 VARIANT(load_fp16)(const uint16_t *p)
     v8 x;
     for (int j = 0; j < 8; j++)
         x[j] = from_fp16(p[j]);
+    return x;
+#endif
+}
+
+INLINE v8 VARIANT(load_bf16)(const uint16_t *p)
+{
+#ifdef VARIANT_IS_AVX2
+    return (v8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    v8 x;
+    for (int j = 0; j < 8; j++)
+        x[j] = from_bf16(p[j]);
     return x;
 #endif
 }
@@ -58,6 +72,61 @@ INLINE v8 VARIANT(load_nibbles)(const uint8_t *p, int upper)
     for (int j = 0; j < 8; j++)
         x[j] = (float)(upper ? p[j] >> 4 : p[j] & 15);
     return x;
+#endif
+}
+
+/* 16 signed bytes in 16 bits each. */
+INLINE v16s VARIANT(load_16_int8)(const int8_t *p)
+{
+#ifdef VARIANT_IS_AVX2
+    return (v16s)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+#else
+    v16s x;
+    for (int j = 0; j < 16; j++)
+        x[j] = p[j];
+    return x;
+#endif
+}
+
+/* Store lanes that fit in 16 bits. */
+INLINE void VARIANT(store_int16)(int16_t *p, v8i x)
+{
+    typedef int16_t v8s __attribute__((vector_size(16)));
+    const v8s narrow = __builtin_convertvector(x, v8s);
+    memcpy(p, &narrow, sizeof narrow);
+}
+
+/* sum[r] + w[2r] * pair[0] + w[2r + 1] * pair[1], without overflow on the way. */
+INLINE v8i VARIANT(dot_pairs)(v8i sum, v16s w, const int16_t *pair)
+{
+#if defined VARIANT_IS_AVX2
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+    const __m256i x = _mm256_set1_epi32(both);
+#if defined VARIANT_IS_AVX512_VNNI
+    return (v8i)_mm256_dpwssd_epi32((__m256i)sum, (__m256i)w, x);
+#else
+    sum += (v8i)_mm256_madd_epi16((__m256i)w, x);
+    __asm__("" : "+x"(sum)); /* else gcc computes products first, to add them later, and spills them */
+    return sum;
+#endif
+#elif defined HAVE_NEON
+    int32_t both;
+    int16x8_t half[2];
+    int32x4_t sums[2];
+    memcpy(&both, pair, sizeof both);
+    memcpy(half, &w, sizeof half);
+    memcpy(sums, &sum, sizeof sums);
+    const int16x8_t x = vreinterpretq_s16_s32(vdupq_n_s32(both));
+    for (int i = 0; i < 2; i++)
+        sums[i] = vaddq_s32(sums[i], vpaddq_s32(vmull_s16(vget_low_s16(half[i]), vget_low_s16(x)),
+                                                vmull_high_s16(half[i], x)));
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
+#else
+    for (int r = 0; r < 8; r++)
+        sum[r] += w[2 * r] * pair[0] + w[2 * r + 1] * pair[1];
+    return sum;
 #endif
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ from torch import Tensor
 from qinfer.ops.cpu import kernels
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight, Weight
 
-_RUN = 32  # RUN in packed.c
-_NF4 = 0
+_RUN = 32  # RUN in weight.h
+_NF4, _INT4, _INT8 = 0, 4, 5
 _DENSE = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _ARENA_BYTES = 32 << 20  # many huge pages; the unused rest of the last one is not touched
 _ALIGNMENT = 64
@@ -46,31 +45,14 @@ class NativeWeight:
 
     Attributes:
         weight: As it lies in the mapped file; kept, since the description may point into it.
+        description: For the kernels.
         shape: (N, K).
     """
 
-    def __init__(self, product: Any, description: ctypes.Structure, weight: Weight) -> None:
+    def __init__(self, description: kernels.Weight, weight: Weight) -> None:
         self.weight = weight
+        self.description = description
         self.shape = weight.shape
-        self._product = product
-        self._description = description
-
-    def linear(self, x: Tensor, threads: int) -> Tensor:
-        """`x · Wᵀ`.
-
-        Args:
-            x: fp32 [tokens, K].
-            threads: How many compute, this one included; the result does not depend on it.
-
-        Returns:
-            fp32 [tokens, N].
-        """
-        x = x.contiguous()
-        tokens = x.shape[0]
-        y = torch.empty(tokens, self.shape[0])
-        if not self._product(self._description, x.data_ptr(), tokens, y.data_ptr(), threads):
-            raise MemoryError(f"no memory for activations of shape {list(x.shape)}")
-        return y
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Output rows `start:stop` in fp32, [stop - start, K]."""
@@ -88,22 +70,20 @@ class PackedWeight(NativeWeight):
         self, library: ctypes.CDLL, weight: AffineWeight, arena: Arena, *, threads: int
     ) -> None:
         """Repack a weight of a kind that `_is_packable`."""
-        runs = -(-weight.columns // _RUN)
-        description = kernels.Packed(
-            bits=weight.bits,
+        description = kernels.Weight(
+            kind=_INT4 if weight.bits == 4 else _INT8,
             scale_is_fp16=weight.scale.dtype == torch.float16,
             rows=weight.shape[0],
             columns=weight.columns,
-            runs=runs,
-            runs_a_group=runs // weight.scale.shape[1],
+            group=weight.columns // weight.scale.shape[1],
+            row_bytes=4 * weight.packed.shape[1],
         )
         self._data = arena.take(library.qinfer_packed_bytes(description))
         description.data = self._data.data_ptr()
         library.qinfer_repack(
-            *(description, weight.packed.data_ptr(), weight.scale.data_ptr()),
-            *(4 * weight.packed.shape[1], threads),
+            description, weight.packed.data_ptr(), weight.scale.data_ptr(), threads
         )
-        super().__init__(library.qinfer_packed_linear, description, weight)
+        super().__init__(description, weight)
 
 
 def native(weight: Weight, arena: Arena, *, threads: int) -> Weight:
@@ -123,10 +103,10 @@ def native(weight: Weight, arena: Arena, *, threads: int) -> Weight:
     description = _describe(weight)
     if description is None:
         return weight
-    return NativeWeight(library.qinfer_linear, description, weight)
+    return NativeWeight(description, weight)
 
 
-def _describe(weight: Weight) -> kernels.Unpacked | None:
+def _describe(weight: Weight) -> kernels.Weight | None:
     if isinstance(weight, NF4Weight):
         return _describe_nf4(weight)
     if isinstance(weight, DenseWeight):
@@ -134,12 +114,12 @@ def _describe(weight: Weight) -> kernels.Unpacked | None:
     return None
 
 
-def _describe_dense(data: Tensor) -> kernels.Unpacked | None:
+def _describe_dense(data: Tensor) -> kernels.Weight | None:
     kind = _DENSE.get(data.dtype)
     if kind is None or data.stride(1) != 1:
         return None
     rows, columns = data.shape
-    return kernels.Unpacked(
+    return kernels.Weight(
         kind=kind,
         rows=rows,
         columns=columns,
@@ -149,7 +129,7 @@ def _describe_dense(data: Tensor) -> kernels.Unpacked | None:
     )
 
 
-def _describe_nf4(weight: NF4Weight) -> kernels.Unpacked | None:
+def _describe_nf4(weight: NF4Weight) -> kernels.Weight | None:
     rows, columns = weight.shape
     if columns % weight.block_size or weight.block_size % 32:
         return None  # blocks span rows
@@ -157,7 +137,7 @@ def _describe_nf4(weight: NF4Weight) -> kernels.Unpacked | None:
         return None
     if not all(t.is_contiguous() for t in (weight.packed, weight.absmax, weight.code)):
         return None
-    return kernels.Unpacked(
+    return kernels.Weight(
         kind=_NF4,
         rows=rows,
         columns=columns,

@@ -1,0 +1,82 @@
+"""A decoder block as a backend may run it as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qinfer.ops.paged import Batch, KVLayer
+from qinfer.quant.weights import Weight
+
+Rotation = tuple[Tensor, Tensor] | None
+"""Cosines and sines of a batch's tokens, fp32 [tokens, head_dim / 2] each."""
+
+WholeBlock = Callable[[Tensor, Rotation, KVLayer, Batch], Tensor | None]
+"""[tokens, hidden], in place, through a block; None, with nothing done, if it does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm, or with a bias LayerNorm.
+
+    Attributes:
+        weight: fp32 [size].
+        bias: fp32 [size].
+        eps: Under the root.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer.
+
+    Attributes:
+        weight: (N, K), as the backend prepared it.
+        bias: [N], in the dtype of activations.
+    """
+
+    weight: Weight
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockParameters:
+    """What a block consists of: attention and an MLP, each behind a norm and added to the residual.
+
+    Attributes:
+        attention_norm: Before attention.
+        qkv: Of queries, keys and values; or one for all of them, in this order.
+        q_norm: Of each head of queries.
+        k_norm: Of each head of keys.
+        output: Behind attention.
+        mlp_norm: Before the MLP.
+        gate: What `up` is multiplied with behind the activation; without it that acts on `up`.
+        up: First layer of the MLP.
+        down: Last layer of the MLP.
+        activation: One of `qinfer.config.ACTIVATIONS`.
+        heads: Of queries.
+        kv_heads: Of keys and values.
+        head_dim: Size of a head.
+        scale: Multiplies the scores.
+    """
+
+    attention_norm: Norm
+    qkv: Sequence[Projection]
+    q_norm: Norm | None
+    k_norm: Norm | None
+    output: Projection
+    mlp_norm: Norm
+    gate: Projection | None
+    up: Projection
+    down: Projection
+    activation: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float

@@ -1,0 +1,237 @@
+/* The arithmetic of 4- and 8-bit weights; included for each variant, behind vectors.h. */
+
+/* ---- activations ---- */
+
+static float VARIANT(power_of_two)(int32_t exponent)
+{
+    const uint32_t bits = (uint32_t)(exponent + 127) << 23;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The unit is the power of two with which the largest value takes all of 15 bits and a sign; NaN if a value
+ * is not finite. */
+static void VARIANT(quantize_span)(const float *from, const input *x, int64_t token, int64_t span)
+{
+    const int64_t first = span * x->span_runs, end = smaller(first + x->span_runs, x->runs);
+    const int64_t at = place_of(x, token, x->spans, span);
+    const v8i sign = VARIANT(splat_int)(INT32_MAX), top = VARIANT(splat_int)(INT16_MAX);
+    const v8 shift = VARIANT(splat)(0x1.8p23f);
+    v8 most = VARIANT(splat)(0), poison = most;
+    v8i total = VARIANT(splat_int)(0);
+    int exponent = 0;
+    for (int64_t i = first * RUN; i < end * RUN; i += 8) {
+        const v8 a = VARIANT(load)(from + i);
+        most = VARIANT(max)((v8)((v8i)a & sign), most);
+        poison += a * 0.f;
+    }
+    const float largest = VARIANT(largest)(most), whole = VARIANT(sum)(poison);
+    const int vanishes = whole != 0 || largest < 0x1p-100f;
+    if (!vanishes)
+        frexpf(largest, &exponent); /* largest < 2^exponent */
+    const v8 per_unit = VARIANT(splat)(vanishes ? 0 : VARIANT(power_of_two)(15 - exponent));
+    for (int64_t run = first; run < end; run++) {
+        int16_t *to = x->values + place_of(x, token, x->runs, run) * RUN;
+        for (int i = 0; i < RUN; i += 8) {
+            v8i q = (v8i)(VARIANT(load)(from + run * RUN + i) * per_unit + shift) - (v8i)shift;
+            q = vanishes ? q & 0 : ((q > top) & top) | ((q <= top) & q);
+            total += q;
+            VARIANT(store_int16)(to + i, q);
+        }
+    }
+    x->units[at] = vanishes ? whole : VARIANT(power_of_two)(exponent - 15);
+    x->sums[at] = 0;
+    for (int i = 0; i < 8; i++)
+        x->sums[at] += 8 * total[i];
+}
+
+static void VARIANT(quantize)(const input *x, int64_t token)
+{
+    for (int64_t span = 0; span < x->spans; span++)
+        VARIANT(quantize_span)(x->floats + token * x->runs * RUN, x, token, span);
+}
+
+/* ---- weights ---- */
+
+/* A run's 16 pairs of columns of 8 rows, in 16 bits; 4-bit ones stored + 8. */
+INLINE void VARIANT(unpack_run)(const uint8_t *data, v16s pairs[RUN / 2], int kind)
+{
+    for (int j = 0; j < 4; j++) {
+        if (kind == INT4) {
+            const v16u v = *(const v16u_in_memory *)(data + 32 * j);
+            pairs[4 * j] = (v16s)(v & 15);
+            pairs[4 * j + 1] = (v16s)(v >> 4 & 15);
+            pairs[4 * j + 2] = (v16s)(v >> 8 & 15);
+            pairs[4 * j + 3] = (v16s)(v >> 12);
+        } else {
+            for (int i = 4 * j; i < 4 * j + 4; i++)
+                pairs[i] = VARIANT(load_16_int8)((const int8_t *)data + 16 * i);
+        }
+    }
+}
+
+INLINE v8 VARIANT(scales)(const weight *w, const uint8_t *from)
+{
+    uint16_t bits[ROWS];
+    memcpy(bits, from, sizeof bits);
+    return w->scale_is_fp16 ? VARIANT(load_fp16)(bits) : VARIANT(load_bf16)(bits);
+}
+
+/* ---- a few tokens: weights are read once, and unpacked in registers ---- */
+
+INLINE void VARIANT(few_tile)(const weight *w, const layout *l, const uint8_t *data, const input *x,
+                              int64_t token, float *out, int64_t stride, int kind, int tokens)
+{
+    const int16_t *values[TILE];
+    const float *units = x->units + place_of(x, token, x->spans, 0);
+    const int32_t *shares = x->sums + place_of(x, token, x->spans, 0);
+    const int64_t apart = x->side == 1 ? x->spans : 1; /* tokens, in units and shares */
+    v8 sums[TILE];
+    v8i dots[TILE];
+    for (int t = 0; t < tokens; t++) {
+        sums[t] = VARIANT(splat)(0);
+        values[t] = x->values + place_of(x, token + t, x->runs, 0) * RUN;
+    }
+    for (int64_t run = 0; run < l->runs;) {
+        const int64_t group_end = run + l->runs_a_group;
+        const v8 scale = VARIANT(scales)(w, data + l->runs_a_group * l->run_bytes);
+        for (; run < group_end; units += x->side, shares += x->side) {
+            const int64_t end = smaller(run + x->span_runs, group_end);
+            for (int t = 0; t < tokens; t++)
+                dots[t] = VARIANT(splat_int)(kind == INT4 ? -shares[t * apart] : 0);
+            for (; run < end; run++, data += kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN) {
+                v16s pairs[RUN / 2];
+                for (int line = 0; line < (kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN); line += 64)
+                    __builtin_prefetch(data + 1024 + line);
+                VARIANT(unpack_run)(data, pairs, kind);
+                for (int i = 0; i < RUN / 2; i++)
+                    for (int t = 0; t < tokens; t++)
+                        dots[t] = VARIANT(dot_pairs)(dots[t], pairs[i], values[t] + 2 * i);
+                for (int t = 0; t < tokens; t++)
+                    values[t] += x->side * RUN;
+            }
+            for (int t = 0; t < tokens; t++) {
+                const v8 factor = scale * VARIANT(splat)(units[t * apart]);
+                sums[t] += __builtin_convertvector(dots[t], v8) * factor;
+            }
+        }
+        data += 2 * ROWS;
+    }
+    for (int t = 0; t < tokens; t++)
+        VARIANT(store)(out + t * stride, sums[t]);
+}
+
+INLINE void VARIANT(few_of_kind)(const product *p, const input *x, int64_t row, int64_t count, int kind)
+{
+    const layout l = layout_of(p->w);
+    const uint8_t *data = p->w->data + row / ROWS * l.block_bytes;
+    float sums[FEW_TOKENS][GRAIN];
+    for (int64_t r = 0; r < count; r += ROWS, data += l.block_bytes)
+        for (int64_t t = 0; t < x->tokens; t += TILE) {
+            float *to = sums[t] + r;
+            switch (x->tokens - t) {
+            case 1: VARIANT(few_tile)(p->w, &l, data, x, t, to, GRAIN, kind, 1); break;
+            case 2: VARIANT(few_tile)(p->w, &l, data, x, t, to, GRAIN, kind, 2); break;
+            case 3: VARIANT(few_tile)(p->w, &l, data, x, t, to, GRAIN, kind, 3); break;
+            default: VARIANT(few_tile)(p->w, &l, data, x, t, to, GRAIN, kind, TILE);
+            }
+        }
+    put(p, 0, row, count, x->tokens, sums[0], GRAIN);
+}
+
+static void VARIANT(few_tokens)(const product *p, const input *x, int64_t row, int64_t count)
+{
+    if (p->w->kind == INT4)
+        VARIANT(few_of_kind)(p, x, row, count, INT4);
+    else
+        VARIANT(few_of_kind)(p, x, row, count, INT8);
+}
+
+/* ---- many tokens: weights are unpacked to the first cache, and 16 rows share an activation ---- */
+
+static void VARIANT(unpack_half)(const weight *w, const layout *l, const uint8_t *block, int64_t first,
+                                 int64_t runs, int64_t span_runs, chunk *to, int half)
+{
+    const v16s zero = (v16s){0} + (int16_t)(w->kind == INT4 ? 8 : 0);
+    for (int64_t run = first; run < first + runs; run++) {
+        const int64_t group = run / l->runs_a_group, at = run - first;
+        const uint8_t *data = block + run * l->run_bytes + group * 2 * ROWS;
+        v16s pairs[RUN / 2];
+        if (w->kind == INT4)
+            VARIANT(unpack_run)(data, pairs, INT4);
+        else
+            VARIANT(unpack_run)(data, pairs, INT8);
+        for (int i = 0; i < RUN / 2; i++)
+            *(v16s_in_memory *)to->pairs[at * RUN / 2 + i][half] = pairs[i] - zero;
+        if (at % span_runs == 0) {
+            const int64_t end = (group + 1) * l->runs_a_group;
+            const uint8_t *scales = block + end * l->run_bytes + group * 2 * ROWS;
+            VARIANT(store)(to->scales[at / span_runs][half], VARIANT(scales)(w, scales));
+        }
+    }
+}
+
+static void VARIANT(unpack_chunk)(const product *p, const layout *l, int64_t row, int64_t count,
+                                  int64_t first, int64_t runs, int64_t span_runs, chunk *to)
+{
+    const uint8_t *block = p->w->data + row / ROWS * l->block_bytes;
+    for (int half = 0; half < 2; half++, block += l->block_bytes)
+        if (half * ROWS < count)
+            VARIANT(unpack_half)(p->w, l, block, first, runs, span_runs, to, half);
+}
+
+/* Add the products of a chunk with some tokens to their sums. */
+INLINE void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, const input *x, int64_t token,
+                               float (*sums)[GRAIN], int tokens)
+{
+    const int16_t *values = x->values + place_of(x, token, x->runs, first) * RUN;
+    const float *units = x->units + place_of(x, token, x->spans, first / x->span_runs);
+    const int16_t(*pairs)[2][2 * ROWS] = c->pairs;
+    for (int64_t run = 0, span = 0; run < runs; span++, units += TILE) {
+        const int64_t end = smaller(run + x->span_runs, runs);
+        v8i a[TILE], b[TILE];
+        for (int t = 0; t < tokens; t++)
+            a[t] = b[t] = VARIANT(splat_int)(0);
+        for (; run < end; run++, values += TILE * RUN)
+            for (int i = 0; i < RUN / 2; i++, pairs++) {
+                const v16s w = *(const v16s_in_memory *)pairs[0][0], v = *(const v16s_in_memory *)pairs[0][1];
+                for (int t = 0; t < tokens; t++) {
+                    a[t] = VARIANT(dot_pairs)(a[t], w, values + t * RUN + 2 * i);
+                    b[t] = VARIANT(dot_pairs)(b[t], v, values + t * RUN + 2 * i);
+                }
+            }
+        const v8 low = VARIANT(load)(c->scales[span][0]), high = VARIANT(load)(c->scales[span][1]);
+        for (int t = 0; t < tokens; t++) {
+            const v8 unit = VARIANT(splat)(units[t]);
+            float *to = sums[t];
+            VARIANT(store)(to, VARIANT(load)(to) + __builtin_convertvector(a[t], v8) * (low * unit));
+            VARIANT(store)(to + 8, VARIANT(load)(to + 8) + __builtin_convertvector(b[t], v8) * (high * unit));
+        }
+    }
+}
+
+static void VARIANT(many_tokens)(const product *p, const input *x, int64_t row, int64_t count)
+{
+    const layout l = layout_of(p->w);
+    float sums[SWEEP_TOKENS][GRAIN];
+    chunk c;
+    if (count <= ROWS)
+        memset(&c, 0, sizeof c);
+    for (int64_t begin = 0; begin < x->tokens; begin += SWEEP_TOKENS) {
+        const int64_t tokens = smaller(SWEEP_TOKENS, x->tokens - begin);
+        memset(sums, 0, sizeof sums);
+        for (int64_t first = 0; first < l.runs; first += CHUNK_RUNS) {
+            const int64_t runs = smaller(CHUNK_RUNS, l.runs - first);
+            VARIANT(unpack_chunk)(p, &l, row, count, first, runs, x->span_runs, &c);
+            for (int64_t t = 0; t < tokens; t += TILE)
+                switch (tokens - t) {
+                case 1: VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t, 1); break;
+                case 2: VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t, 2); break;
+                case 3: VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t, 3); break;
+                default: VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t, TILE);
+                }
+        }
+        put(p, begin, row, count, tokens, sums[0], GRAIN);
+    }
+}

@@ -1,0 +1,36 @@
+/* Operations on rows of floats, each row on its own. */
+#ifndef QINFER_ROWS_H
+#define QINFER_ROWS_H
+
+#include <stdint.h>
+
+enum { SILU, GELU, GELU_TANH, RELU }; /* as in kernels.py */
+
+/* Rows that are computed from others: `function` makes one. */
+typedef struct rows rows;
+struct rows {
+    void (*function)(const rows *, const float *x, float *y);
+    const float *x;             /* [count, stride], of which `size` are read */
+    int64_t count, size, stride;
+    const float *weight, *bias; /* [size]: of norms */
+    const float *up;            /* like x: what the activation is multiplied with, or NULL */
+    float eps;
+    int kind;
+};
+
+/* A norm; must match `Norm` in kernels.py. */
+typedef struct {
+    const float *weight, *bias; /* bias: of LayerNorm, NULL is RMSNorm */
+    double eps;
+} norm;
+
+rows copied(const float *x, int64_t count, int64_t size);
+rows normalized(const norm *n, const float *x, int64_t count, int64_t size);
+rows activated(int kind, const float *x, const float *up, int64_t count, int64_t size);
+
+/* Norms of heads and rotary positions, in place, of the heads of one token. cos and sin are [half] or
+ * NULL. */
+void rotate_heads(float *x, int64_t heads, int64_t half, const norm *n, const float *cos,
+                  const float *sin);
+
+#endif

@@ -26,7 +26,9 @@ def try_kv_format(directory: Path, kv_format: KVFormat, *, quiet: bool) -> None:
     from tqdm import tqdm
 
     from qinfer import quality
+    from qinfer.ops.cpu.threads import set_threads
 
+    set_threads(None)
     try:
         with tqdm(
             total=2 * quality.TRIAL_TOKENS,

@@ -22,14 +22,13 @@ def load_model(directory: Path, options: dict[str, Any], **settings: Any) -> Lan
         QInferError: It cannot be run, or not in this memory.
     """
     import numpy  # noqa: F401  (loaded by torch, it would swallow a Ctrl-C)
-    import torch  # only now: an error in the arguments shows at once
 
-    from qinfer.generation import LanguageModel
+    from qinfer.generation import LanguageModel  # only now: an error in the arguments shows at once
     from qinfer.ops.cpu.kernels import library
+    from qinfer.ops.cpu.threads import set_threads
     from qinfer.quant.kv import KVFormat
 
-    if options["threads"] is not None:
-        torch.set_num_threads(options["threads"])
+    set_threads(options["threads"])
     kv_format = KVFormat(*options["kv_bits"]) if options["kv_bits"] else None
     model = LanguageModel(directory, device=options["device"], kv_format=kv_format, **settings)
     if options["quiet"]:

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -488,6 +489,18 @@ def test_without_the_library_everything_goes_to_the_reference(weight, monkeypatc
     assert prepared is weight
     x = randn(2, weight.shape[1])
     assert torch.equal(cpu.linear(x, prepared, None), REFERENCE.linear(x, weight, None))
+
+
+def test_the_library_says_which_variant_runs(plain_build):
+    assert kernels.variant(plain_build) == "plain"
+    installed, cpuinfo = find_library(), Path("/proc/cpuinfo")
+    if installed is not None and cpuinfo.exists():
+        flags = set(cpuinfo.read_text().split())
+        assert (kernels.variant(installed) == "plain") == (not flags >= {"avx2", "fma", "f16c"})
+
+
+def test_a_library_without_that_question_has_no_variant():
+    assert kernels.variant(SimpleNamespace()) is None
 
 
 def test_a_library_that_was_not_built_is_none(monkeypatch):

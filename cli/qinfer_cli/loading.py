@@ -37,7 +37,7 @@ def load_model(directory: Path, options: dict[str, Any], **settings: Any) -> Lan
     if model.engine.decoder.ops.device.type == "cpu" and library() is None:
         warn(
             "qinfer was installed without a C compiler, so without its CPU kernels; "
-            "decoding takes several times as long."
+            "decoding takes many times as long. qinfer doctor says how to get them."
         )
     return model
 

@@ -5,6 +5,7 @@ import os
 import click
 
 from qinfer_cli.convert import convert
+from qinfer_cli.doctor import doctor
 from qinfer_cli.errors import ErrorHandlingGroup
 from qinfer_cli.evaluate import evaluate
 from qinfer_cli.generate import generate
@@ -30,3 +31,4 @@ cli.add_command(convert)
 cli.add_command(generate)
 cli.add_command(inspect)
 cli.add_command(evaluate)
+cli.add_command(doctor)

@@ -219,6 +219,18 @@ def load(path: str) -> ctypes.CDLL:
     return kernels
 
 
+def variant(kernels: ctypes.CDLL) -> str | None:
+    """Which vector code runs on this processor, such as `avx2`, or `plain` C.
+
+    None if the library is older than the question.
+    """
+    function = getattr(kernels, "qinfer_variant", None)
+    if function is None:
+        return None
+    function.argtypes, function.restype = [], ctypes.c_char_p
+    return str(function().decode())
+
+
 class Workspace:
     """Memory that calls use one after another, as large as the largest needed.
 

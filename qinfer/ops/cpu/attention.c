@@ -21,10 +21,11 @@ typedef struct {
     const int64_t *block_ends; /* [segments]: running count of the segments' query blocks */
 } work;
 
-/* One block as a query block sees it. */
+/* One block as a query block sees it: keys [head_dim][BLOCK], values [BLOCK][padded head_dim]. */
 typedef struct {
     const float *keys, *values;
     int64_t first_position, count;
+    const uint16_t *key_scales, *value_scales; /* [BLOCK], or NULL: still to be multiplied with */
 } tile;
 
 /* Some queries of one head group on their way through the blocks: row r is head r % group_heads of
@@ -32,35 +33,30 @@ typedef struct {
 typedef struct {
     int64_t rows, first_position;
     float queries[MAX_ROWS * MAX_HEAD_DIM], mixed[MAX_ROWS * MAX_HEAD_DIM];
-    float most[MAX_ROWS], total[MAX_ROWS];
+    float most[MAX_ROWS], total[MAX_ROWS][8]; /* the total in 8 parts */
 } state;
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Hide the tokens that the query at `position` does not see. */
-static void mask(const work *w, const tile *b, int64_t position, float *scores)
+/* Whether all of some queries see all of a block. */
+static int sees_all(const work *w, const tile *b, int64_t first_query, int64_t last_query)
 {
-    const attention *c = w->c;
-    const int64_t first = b->first_position, oldest = c->cache->window ? position - c->cache->window + 1 : 0;
-    for (int64_t j = 0; j < BLOCK; j++)
-        scores[j] *= c->scale;
-    if (position >= first + BLOCK - 1 && oldest <= first)
-        return;
-    for (int64_t j = 0; j < BLOCK; j++) {
-        const int64_t at = first + j;
-        if (at > position || (at < oldest && at >= c->cache->sinks))
-            scores[j] = -INFINITY;
-    }
+    const int64_t window = w->c->cache->window;
+    return first_query >= b->first_position + BLOCK - 1 &&
+           (!window || last_query - window + 1 <= b->first_position);
 }
 
-#define CODE "attention_tiles.h"
-#include "each_variant.h"
-
-/* A token's element c lies at this place of a block. */
-static inline int64_t place(const side *s, int64_t token, int64_t c)
+/* Hide the tokens that the query at `position` does not see. */
+static void hide(const work *w, const tile *b, int64_t position, float *scores)
 {
-    return s->is_keys ? c * BLOCK + token : token * s->head_dim + c;
+    const cache *c = w->c->cache;
+    const int64_t oldest = c->window ? position - c->window + 1 : 0;
+    for (int64_t j = 0; j < BLOCK; j++) {
+        const int64_t at = b->first_position + j;
+        if (at > position || (at < oldest && at >= c->sinks))
+            scores[j] = -INFINITY;
+    }
 }
 
 /* A segment's tokens on one head: the new ones as they were computed, [tokens][stride]. */
@@ -70,35 +66,9 @@ typedef struct {
     const uint16_t *open;       /* the block that holds the first of them, if it is kept apart */
 } source;
 
-/* A token's values in 16 bits, from the block that is open or from the new ones. */
-static inline float half_at(const side *s, const source *from, int64_t position, int64_t c)
+static const float *new_at(const source *from, int64_t position)
 {
-    if (position < from->start)
-        return from_fp16(from->open[place(s, position % BLOCK, c)]);
-    return from_fp16(to_fp16(from->new[(position - from->start) * from->stride + c]));
-}
-
-/* Fill a tile with a block that is not stored yet, in 16 bits. */
-static void load_open(const side *s, const source *from, int64_t first, int64_t count, int64_t padded,
-                      float *to)
-{
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t c = 0; c < s->head_dim; c++)
-            to[s->is_keys ? c * BLOCK + j : j * padded + c] = half_at(s, from, first + j, c);
-}
-
-static void write_rows(const side *s, const source *from, int64_t at, int64_t first, int64_t end)
-{
-    const int64_t base = at * BLOCK * s->head_dim;
-    for (int64_t p = first; p < end; p++)
-        for (int64_t c = 0; c < s->head_dim; c++) {
-            const float x = from->new[(p - from->start) * from->stride + c];
-            const int64_t to = base + place(s, p % BLOCK, c);
-            if (s->bits == 32)
-                ((float *)s->data)[to] = x;
-            else
-                ((uint16_t *)(s->bits == 16 ? s->data : s->open))[to] = to_fp16(x);
-        }
+    return from->new + (position - from->start) * from->stride;
 }
 
 static inline int32_t rounded(float x, int32_t low, int32_t high)
@@ -107,29 +77,9 @@ static inline int32_t rounded(float x, int32_t low, int32_t high)
     return (int32_t)((shifted + 0x1.8p23f) - 0x1.8p23f); /* to the nearest, ties to even */
 }
 
-/* Quantize a whole block at 8 bits: a scale per token. It is NaN where one of the values is. */
-static void seal_int8(const side *s, const source *from, int64_t at, int64_t first)
-{
-    int8_t *codes = (int8_t *)s->data + at * BLOCK * s->head_dim;
-    for (int64_t j = 0; j < BLOCK; j++) {
-        float most = 0;
-        for (int64_t c = 0; c < s->head_dim; c++) {
-            const float x = fabsf(half_at(s, from, first + j, c));
-            most = x > most || isnan(x) ? x : most;
-        }
-        const uint16_t half = to_fp16(most / 127);
-        const float scale = from_fp16(half);
-        s->scale[at * BLOCK + j] = half;
-        for (int64_t c = 0; c < s->head_dim; c++)
-            codes[place(s, j, c)] =
-                (int8_t)(scale > 0 ? rounded(half_at(s, from, first + j, c) / scale, -127, 127) : 0);
-    }
-}
-
 /* Quantize `size` values at 4 bits: the code of value i is in byte i % (size / 2), the first half of
  * the values in the lower nibbles. Scale and minimum are NaN where one of the values is. */
-static void quantize_int4(const float *x, int64_t size, uint8_t *codes, uint16_t *scale,
-                          uint16_t *minimum)
+static void quantize_int4(const float *x, int64_t size, uint8_t *codes, uint16_t *scale, uint16_t *minimum)
 {
     float low = x[0], high = x[0];
     for (int64_t i = 1; i < size; i++) {
@@ -146,21 +96,8 @@ static void quantize_int4(const float *x, int64_t size, uint8_t *codes, uint16_t
     }
 }
 
-/* Quantize a whole block at 4 bits: keys per channel, values in groups of channels of a token. */
-static void seal_int4(const side *s, const source *from, int64_t at, int64_t first)
-{
-    float x[MAX_HEAD_DIM];
-    const int64_t size = s->is_keys ? BLOCK : s->group;
-    const int64_t outer = s->is_keys ? s->head_dim : BLOCK, groups = s->is_keys ? 1 : s->head_dim / size;
-    for (int64_t o = 0; o < outer; o++)
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t to = (at * outer + o) * groups + g;
-            for (int64_t i = 0; i < size; i++)
-                x[i] = s->is_keys ? half_at(s, from, first + i, o)
-                                  : half_at(s, from, first + o, g * size + i);
-            quantize_int4(x, size, (uint8_t *)s->data + to * size / 2, s->scale + to, s->minimum + to);
-        }
-}
+#define CODE "attention_tiles.h"
+#include "each_variant.h"
 
 static source source_of(const attention *c, const side *s, int64_t segment, int64_t head)
 {
@@ -185,12 +122,14 @@ static int64_t block_at(const attention *c, int64_t segment, int64_t head, int64
 static void store_side(const attention *c, const side *s, int64_t segment, int64_t head)
 {
     const source from = source_of(c, s, segment, head);
+    const int64_t size = BLOCK * s->head_dim;
     for (int64_t first = from.start / BLOCK * BLOCK; first < from.end; first += BLOCK) {
         const int64_t at = block_at(c, segment, head, first / BLOCK), end = first + BLOCK;
         if (s->bits >= 16)
-            write_rows(s, &from, at, larger(first, from.start), smaller(end, from.end));
+            CHOOSE(write_rows)(s, &from, (char *)s->data + at * size * s->bits / 8, larger(first, from.start),
+                               smaller(end, from.end));
         else if (end <= from.end)
-            s->bits == 8 ? seal_int8(s, &from, at, first) : seal_int4(s, &from, at, first);
+            CHOOSE(seal)(s, &from, at, first);
     }
 }
 
@@ -200,7 +139,8 @@ static void keep_open(const attention *c, const side *s, int64_t segment, int64_
     const source from = source_of(c, s, segment, head);
     const int64_t at = c->segments->slots[segment] * c->kv_heads + head;
     if (s->bits < 16)
-        write_rows(s, &from, at, larger(from.end / BLOCK * BLOCK, from.start), from.end);
+        CHOOSE(write_rows)(s, &from, s->open + at * BLOCK * s->head_dim,
+                           larger(from.end / BLOCK * BLOCK, from.start), from.end);
 }
 
 static void store_pass(const void *argument, int64_t i)
@@ -224,20 +164,22 @@ typedef struct {
 
 static void load_tile(const work *w, const query *p, int64_t first, float *keys, float *values, tile *b)
 {
-    const attention *c = w->c;
-    const int64_t at = block_at(c, p->segment, p->head, first / BLOCK);
-    *b = (tile){keys, values, first, first == p->own ? p->end - first : BLOCK};
-    if (first == p->own && c->cache->keys.bits < 16) {
-        const source from = source_of(c, &c->cache->keys, p->segment, p->head);
-        load_open(&c->cache->keys, &from, first, b->count, w->padded, keys);
+    const cache *c = w->c->cache;
+    const int64_t at = block_at(w->c, p->segment, p->head, first / BLOCK);
+    *b = (tile){keys, values, first, first == p->own ? p->end - first : BLOCK, NULL, NULL};
+    if (first == p->own && c->keys.bits < 16) {
+        const source from = source_of(w->c, &c->keys, p->segment, p->head);
+        CHOOSE(load_open)(&c->keys, &from, first, b->count, BLOCK, keys);
     } else {
-        CHOOSE(load_keys)(&c->cache->keys, at, w->head_dim, keys);
+        CHOOSE(load_keys)(&c->keys, at, w->head_dim, keys);
+        b->key_scales = c->keys.bits == 8 ? c->keys.scale + at * BLOCK : NULL;
     }
-    if (first == p->own && c->cache->values.bits < 16) {
-        const source from = source_of(c, &c->cache->values, p->segment, p->head);
-        load_open(&c->cache->values, &from, first, b->count, w->padded, values);
+    if (first == p->own && c->values.bits < 16) {
+        const source from = source_of(w->c, &c->values, p->segment, p->head);
+        CHOOSE(load_open)(&c->values, &from, first, b->count, w->padded, values);
     } else {
-        CHOOSE(load_values)(&c->cache->values, at, b->count, w->padded, values);
+        CHOOSE(load_values)(&c->values, at, b->count, w->padded, values);
+        b->value_scales = c->values.bits == 8 ? c->values.scale + at * BLOCK : NULL;
     }
 }
 
@@ -256,11 +198,12 @@ static void begin(const work *w, const query *p, state *t)
     t->rows = (p->end - p->first) * w->group_heads;
     t->first_position = p->first;
     memset(t->mixed, 0, (size_t)(t->rows * w->padded) * sizeof(float));
+    memset(t->total, 0, (size_t)t->rows * sizeof *t->total);
     for (int64_t r = 0; r < t->rows; r++) {
-        memcpy(t->queries + r * w->head_dim, c->q + head_of_row(w, p, r, c->q_stride),
-               (size_t)w->head_dim * sizeof(float));
+        const float *q = c->q + head_of_row(w, p, r, c->q_stride);
+        for (int64_t i = 0; i < w->head_dim; i++)
+            t->queries[r * w->head_dim + i] = q[i] * c->scale;
         t->most[r] = -INFINITY;
-        t->total[r] = 0;
     }
 }
 
@@ -268,8 +211,11 @@ static void finish(const work *w, const query *p, const state *t)
 {
     for (int64_t r = 0; r < t->rows; r++) {
         float *out = w->c->out + head_of_row(w, p, r, w->c->heads * w->head_dim);
+        float total = 0;
+        for (int i = 0; i < 8; i++)
+            total += t->total[r][i];
         for (int64_t i = 0; i < w->head_dim; i++)
-            out[i] = t->mixed[r * w->padded + i] / t->total[r];
+            out[i] = t->mixed[r * w->padded + i] / total;
     }
 }
 

@@ -10,10 +10,11 @@ INLINE void VARIANT(widen_fp16)(float *to, const uint16_t *from)
         VARIANT(store)(to + i, VARIANT(load_fp16)(from + i));
 }
 
-INLINE void VARIANT(widen_int8)(float *to, const int8_t *from, const v8 scale[4])
+/* Codes at 8 bits stay codes: scores and weights are multiplied with their scales. */
+INLINE void VARIANT(widen_int8)(float *to, const int8_t *from)
 {
-    for (int i = 0; i < 4; i++)
-        VARIANT(store)(to + 8 * i, VARIANT(load_int8)(from + 8 * i) * scale[i]);
+    for (int i = 0; i < BLOCK; i += 8)
+        VARIANT(store)(to + i, VARIANT(load_int8)(from + i));
 }
 
 INLINE void VARIANT(widen_int4)(float *to, const uint8_t *from, float scale, float minimum)
@@ -25,16 +26,12 @@ INLINE void VARIANT(widen_int4)(float *to, const uint8_t *from, float scale, flo
 
 static void VARIANT(load_keys)(const side *s, int64_t at, int64_t head_dim, float *to)
 {
-    v8 scale[4];
-    if (s->bits == 8)
-        for (int i = 0; i < 4; i++)
-            scale[i] = VARIANT(load_fp16)(s->scale + at * BLOCK + 8 * i);
     for (int64_t d = 0; d < head_dim; d++) {
         const int64_t row = at * head_dim + d;
         switch (s->bits) {
         case 32: memcpy(to + d * BLOCK, (const float *)s->data + row * BLOCK, 4 * BLOCK); break;
         case 16: VARIANT(widen_fp16)(to + d * BLOCK, (const uint16_t *)s->data + row * BLOCK); break;
-        case 8: VARIANT(widen_int8)(to + d * BLOCK, (const int8_t *)s->data + row * BLOCK, scale); break;
+        case 8: VARIANT(widen_int8)(to + d * BLOCK, (const int8_t *)s->data + row * BLOCK); break;
         default:
             VARIANT(widen_int4)(to + d * BLOCK, (const uint8_t *)s->data + row * BLOCK / 2,
                                 from_fp16(s->scale[row]), from_fp16(s->minimum[row]));
@@ -67,12 +64,10 @@ static void VARIANT(load_value)(const side *s, int64_t row, float *to)
             VARIANT(load_value_group)(s, row, group, to);
     } else if (s->bits == 8) {
         const int8_t *from = (const int8_t *)s->data + row * n;
-        const float scale = from_fp16(s->scale[row]);
-        const v8 all = VARIANT(splat)(scale);
         for (; c + 8 <= n; c += 8)
-            VARIANT(store)(to + c, VARIANT(load_int8)(from + c) * all);
+            VARIANT(store)(to + c, VARIANT(load_int8)(from + c));
         for (; c < n; c++)
-            to[c] = (float)from[c] * scale;
+            to[c] = from[c];
     } else if (s->bits == 16) {
         const uint16_t *from = (const uint16_t *)s->data + row * n;
         for (; c + 8 <= n; c += 8)
@@ -90,6 +85,139 @@ static void VARIANT(load_values)(const side *s, int64_t at, int64_t count, int64
         VARIANT(load_value)(s, at * BLOCK + j, to + j * padded);
 }
 
+/* ---- blocks that are not stored yet, and storing them ---- */
+
+static void VARIANT(halve)(const float *from, int64_t n, uint16_t *to)
+{
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        VARIANT(store_fp16)(to + i, VARIANT(load)(from + i));
+    for (; i < n; i++)
+        to[i] = to_fp16(from[i]);
+}
+
+static void VARIANT(widen)(const uint16_t *from, int64_t n, float *to)
+{
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        VARIANT(store)(to + i, VARIANT(load_fp16)(from + i));
+    for (; i < n; i++)
+        to[i] = from_fp16(from[i]);
+}
+
+/* Fill a tile with a block that is not stored yet, in 16 bits; rows of values are `stride` apart. */
+static void VARIANT(load_open)(const side *s, const source *from, int64_t first, int64_t count, int64_t stride,
+                               float *to)
+{
+    const int64_t n = s->head_dim, old = smaller(larger(from->start - first, 0), count);
+    uint16_t half[MAX_HEAD_DIM];
+    float row[MAX_HEAD_DIM];
+    for (int64_t c = 0; s->is_keys && old && c < n; c++)
+        VARIANT(widen_fp16)(to + c * BLOCK, from->open + c * BLOCK);
+    for (int64_t j = 0; !s->is_keys && j < old; j++)
+        VARIANT(widen)(from->open + j * n, n, to + j * stride);
+    for (int64_t j = old; j < count; j++) {
+        VARIANT(halve)(new_at(from, first + j), n, half);
+        VARIANT(widen)(half, n, s->is_keys ? row : to + j * stride);
+        for (int64_t c = 0; s->is_keys && c < n; c++)
+            to[c * BLOCK + j] = row[c];
+    }
+}
+
+/* Write new tokens to a block of 16 or 32 bits. */
+static void VARIANT(write_rows)(const side *s, const source *from, void *block, int64_t first, int64_t end)
+{
+    const int64_t n = s->head_dim;
+    uint16_t half[MAX_HEAD_DIM];
+    for (int64_t p = first; p < end; p++) {
+        const float *x = new_at(from, p);
+        const int64_t j = p % BLOCK;
+        VARIANT(halve)(x, n, half);
+        if (s->is_keys && s->bits == 32)
+            for (int64_t c = 0; c < n; c++)
+                ((float *)block)[c * BLOCK + j] = x[c];
+        else if (s->is_keys)
+            for (int64_t c = 0; c < n; c++)
+                ((uint16_t *)block)[c * BLOCK + j] = half[c];
+        else if (s->bits == 32)
+            memcpy((float *)block + j * n, x, (size_t)n * sizeof *x);
+        else
+            memcpy((uint16_t *)block + j * n, half, (size_t)n * sizeof *half);
+    }
+}
+
+/* 8 scales in 16 bits of which 127 are the largest values, and the scales as they are read. */
+INLINE v8 VARIANT(store_scales)(uint16_t *to, v8 most)
+{
+    VARIANT(store_fp16)(to, most / 127.f);
+    return VARIANT(load_fp16)(to);
+}
+
+/* x / scale to the nearest, at most 127 in size; 0 for a scale that is 0 or NaN. */
+INLINE v8i VARIANT(codes)(v8 x, v8 scale)
+{
+    const v8 shift = VARIANT(splat)(0x1.8p23f), most = VARIANT(splat)(127);
+    v8 y = x / scale;
+    y = VARIANT(select)(y > most, most, VARIANT(select)(y < -most, -most, y));
+    return ((v8i)(y + shift) - (v8i)shift) & (scale > VARIANT(splat)(0));
+}
+
+/* Quantize a block's keys [head_dim][BLOCK] at 8 bits, a scale per token. It is NaN where a value is. */
+static void VARIANT(seal_keys)(const side *s, const float *x, int64_t at)
+{
+    int8_t *codes = (int8_t *)s->data + at * BLOCK * s->head_dim;
+    const v8i sign = VARIANT(splat_int)(INT32_MAX);
+    for (int i = 0; i < BLOCK; i += 8) {
+        v8 most = VARIANT(splat)(0);
+        for (int64_t c = 0; c < s->head_dim; c++)
+            most = VARIANT(max)((v8)((v8i)VARIANT(load)(x + c * BLOCK + i) & sign), most);
+        const v8 scale = VARIANT(store_scales)(s->scale + at * BLOCK + i, most);
+        for (int64_t c = 0; c < s->head_dim; c++)
+            VARIANT(store_int8)(codes + c * BLOCK + i, VARIANT(codes)(VARIANT(load)(x + c * BLOCK + i), scale));
+    }
+}
+
+/* The same of values [BLOCK][stride], with zeros behind each row. */
+static void VARIANT(seal_values)(const side *s, const float *x, int64_t stride, int64_t at)
+{
+    int8_t *codes = (int8_t *)s->data + at * BLOCK * s->head_dim, row[MAX_HEAD_DIM];
+    const v8i sign = VARIANT(splat_int)(INT32_MAX);
+    for (int64_t j = 0; j < BLOCK; j++, x += stride, codes += s->head_dim) {
+        uint16_t scales[8];
+        v8 most = VARIANT(splat)(0);
+        for (int64_t c = 0; c < s->head_dim; c += 8)
+            most = VARIANT(max)((v8)((v8i)VARIANT(load)(x + c) & sign), most);
+        const v8 scale = VARIANT(store_scales)(scales, VARIANT(splat)(VARIANT(largest)(most)));
+        s->scale[at * BLOCK + j] = scales[0];
+        for (int64_t c = 0; c < s->head_dim; c += 8)
+            VARIANT(store_int8)(row + c, VARIANT(codes)(VARIANT(load)(x + c), scale));
+        memcpy(codes, row, (size_t)s->head_dim);
+    }
+}
+
+/* Quantize a block that is full: keys at 4 bits per channel, values in groups of a token's channels. */
+static void VARIANT(seal)(const side *s, const source *from, int64_t at, int64_t first)
+{
+    const int64_t stride = (s->head_dim + 7) / 8 * 8, size = s->is_keys ? BLOCK : s->group;
+    const int64_t groups = s->head_dim / (s->is_keys ? 1 : size);
+    float x[BLOCK * MAX_HEAD_DIM];
+    memset(x, 0, (size_t)(BLOCK * stride) * sizeof *x);
+    VARIANT(load_open)(s, from, first, BLOCK, stride, x);
+    if (s->bits == 8 && s->is_keys)
+        VARIANT(seal_keys)(s, x, at);
+    else if (s->bits == 8)
+        VARIANT(seal_values)(s, x, stride, at);
+    else
+        for (int64_t j = 0; j < (s->is_keys ? 1 : BLOCK); j++)
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t to = (s->is_keys ? at : at * BLOCK + j) * groups + g;
+                quantize_int4(x + j * stride + g * size, size, (uint8_t *)s->data + to * size / 2,
+                              s->scale + to, s->minimum + to);
+            }
+}
+
+/* ---- queries ---- */
+
 /* Scores of `rows` queries with a block's 32 keys, each a sum over the channels in their order. */
 INLINE void VARIANT(score)(const float *q, int64_t head_dim, const float *keys, float *scores, int rows)
 {
@@ -98,12 +226,13 @@ INLINE void VARIANT(score)(const float *q, int64_t head_dim, const float *keys, 
         for (int i = 0; i < 4; i++)
             sum[r][i] = VARIANT(splat)(0);
     for (int64_t d = 0; d < head_dim; d++, keys += BLOCK) {
-        const v8 k[4] = {VARIANT(load)(keys), VARIANT(load)(keys + 8), VARIANT(load)(keys + 16),
-                         VARIANT(load)(keys + 24)};
-        for (int r = 0; r < rows; r++) {
-            const v8 x = VARIANT(splat)(q[r * head_dim + d]);
-            for (int i = 0; i < 4; i++)
-                sum[r][i] = VARIANT(madd)(x, k[i], sum[r][i]);
+        v8 x[3];
+        for (int r = 0; r < rows; r++)
+            x[r] = VARIANT(splat)(q[r * head_dim + d]);
+        for (int i = 0; i < 4; i++) {
+            const v8 k = VARIANT(load)(keys + 8 * i);
+            for (int r = 0; r < rows; r++)
+                sum[r][i] = VARIANT(madd)(x[r], k, sum[r][i]);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -121,13 +250,13 @@ INLINE void VARIANT(mix)(float *mixed, const float *keep, const float *weights, 
             for (int i = 0; i < 4; i++)
                 sum[r][i] = VARIANT(load)(mixed + r * padded + c + 8 * i) * VARIANT(splat)(keep[r]);
         for (int64_t j = 0; j < count; j++) {
-            const float *v = values + j * padded + c;
-            const v8 k[4] = {VARIANT(load)(v), VARIANT(load)(v + 8), VARIANT(load)(v + 16),
-                             VARIANT(load)(v + 24)};
-            for (int r = 0; r < rows; r++) {
-                const v8 w = VARIANT(splat)(weights[r * BLOCK + j]);
-                for (int i = 0; i < 4; i++)
-                    sum[r][i] = VARIANT(madd)(w, k[i], sum[r][i]);
+            v8 w[3];
+            for (int r = 0; r < rows; r++)
+                w[r] = VARIANT(splat)(weights[r * BLOCK + j]);
+            for (int i = 0; i < 4; i++) {
+                const v8 v = VARIANT(load)(values + j * padded + c + 8 * i);
+                for (int r = 0; r < rows; r++)
+                    sum[r][i] = VARIANT(madd)(w[r], v, sum[r][i]);
             }
         }
         for (int r = 0; r < rows; r++)
@@ -140,12 +269,12 @@ INLINE void VARIANT(mix)(float *mixed, const float *keep, const float *weights, 
  * calculation for softmax", arXiv 1805.02867). Returns what earlier sums are to be multiplied with. */
 INLINE float VARIANT(weigh)(float *scores, float *most, float *total)
 {
-    v8 s[4], top = VARIANT(load)(scores);
-    for (int i = 0; i < 4; i++) {
+    v8 s[4];
+    for (int i = 0; i < 4; i++)
         s[i] = VARIANT(load)(scores + 8 * i);
-        top = VARIANT(max)(top, s[i]);
-    }
-    const float before = *most, block = VARIANT(largest)(top), now = before > block ? before : block;
+    const float before = *most;
+    const float block = VARIANT(largest)(VARIANT(max)(VARIANT(max)(s[0], s[1]), VARIANT(max)(s[2], s[3])));
+    const float now = before > block ? before : block;
     if (now == -INFINITY) { /* nothing visible yet */
         memset(scores, 0, BLOCK * sizeof *scores);
         return 1;
@@ -154,19 +283,31 @@ INLINE float VARIANT(weigh)(float *scores, float *most, float *total)
         s[i] = VARIANT(exp)(s[i] - VARIANT(splat)(now));
         VARIANT(store)(scores + 8 * i, s[i]);
     }
-    const float keep = VARIANT(exp)(VARIANT(splat)(before - now))[0];
+    const float keep = before == now ? 1 : VARIANT(exp)(VARIANT(splat)(before - now))[0];
     *most = now;
-    *total = *total * keep + VARIANT(sum)((s[0] + s[1]) + (s[2] + s[3]));
+    VARIANT(store)(total, VARIANT(load)(total) * VARIANT(splat)(keep) + ((s[0] + s[1]) + (s[2] + s[3])));
     return keep;
+}
+
+INLINE void VARIANT(rescale)(float *scores, const uint16_t *scales)
+{
+    for (int i = 0; scales && i < BLOCK; i += 8)
+        VARIANT(store)(scores + i, VARIANT(load)(scores + i) * VARIANT(load_fp16)(scales + i));
 }
 
 INLINE void VARIANT(attend_rows)(const work *w, state *t, const tile *b, int64_t r, int rows)
 {
     float scores[3 * BLOCK], keep[3];
+    const int64_t first = t->first_position + r / w->group_heads;
+    const int64_t last = t->first_position + (r + rows - 1) / w->group_heads;
     VARIANT(score)(t->queries + r * w->head_dim, w->head_dim, b->keys, scores, rows);
+    const int hides = !sees_all(w, b, first, last);
     for (int i = 0; i < rows; i++) {
-        mask(w, b, t->first_position + (r + i) / w->group_heads, scores + i * BLOCK);
-        keep[i] = VARIANT(weigh)(scores + i * BLOCK, &t->most[r + i], &t->total[r + i]);
+        VARIANT(rescale)(scores + i * BLOCK, b->key_scales);
+        if (hides)
+            hide(w, b, t->first_position + (r + i) / w->group_heads, scores + i * BLOCK);
+        keep[i] = VARIANT(weigh)(scores + i * BLOCK, &t->most[r + i], t->total[r + i]);
+        VARIANT(rescale)(scores + i * BLOCK, b->value_scales);
     }
     VARIANT(mix)(t->mixed + r * w->padded, keep, scores, b->values, b->count, w->padded, rows);
 }

@@ -49,12 +49,14 @@ static input prepare(const rows *from, const weight *w, void *workspace, int thr
     x->runs = runs_of(from->size);
     x->span_runs = span_runs(w);
     x->spans = (x->runs + x->span_runs - 1) / x->span_runs;
-    x->side = x->tokens < TILE ? 1 : TILE;
+    x->side = x->tokens < TILE ? x->tokens : TILE;
     const int64_t places = (x->tokens + x->side - 1) / x->side * x->side;
     x->floats = workspace;
     x->units = x->floats + x->tokens * x->runs * RUN;
     x->sums = (int32_t *)(x->units + places * x->spans);
     x->values = (int16_t *)(x->sums + places * x->spans);
+    for (int64_t t = x->tokens; j.form == QUANTIZED && t < places; t++)
+        clear_token(x, t);
     qinfer_parallel(prepare_pass, &j, (x->tokens + j.tokens_a_pass - 1) / j.tokens_a_pass, threads);
     return *x;
 }

@@ -128,6 +128,16 @@ typedef struct {
 
 void quantize_token(const input *x, int64_t token) { CHOOSE(quantize)(x, token); }
 
+void clear_token(const input *x, int64_t token)
+{
+    for (int64_t span = 0; span < x->spans; span++) {
+        x->units[place_of(x, token, x->spans, span)] = 0;
+        x->sums[place_of(x, token, x->spans, span)] = 0;
+    }
+    for (int64_t run = 0; run < x->runs; run++)
+        memset(x->values + place_of(x, token, x->runs, run) * RUN, 0, RUN * sizeof *x->values);
+}
+
 void packed_rows(const product *p, const input *x, int64_t row, int64_t count)
 {
     if (x->tokens <= FEW_TOKENS)

@@ -43,7 +43,7 @@ static void VARIANT(quantize_span)(const float *from, const input *x, int64_t to
     x->units[at] = vanishes ? whole : VARIANT(power_of_two)(exponent - 15);
     x->sums[at] = 0;
     for (int i = 0; i < 8; i++)
-        x->sums[at] += 8 * total[i];
+        x->sums[at] -= 8 * total[i];
 }
 
 static void VARIANT(quantize)(const input *x, int64_t token)
@@ -80,72 +80,99 @@ INLINE v8 VARIANT(scales)(const weight *w, const uint8_t *from)
 
 /* ---- a few tokens: weights are read once, and unpacked in registers ---- */
 
-INLINE void VARIANT(few_tile)(const weight *w, const layout *l, const uint8_t *data, const input *x,
-                              int64_t token, float *out, int64_t stride, int kind, int tokens)
+/* Add the products of a run to each token's. For one or two tokens in several sums side by side, each of
+ * which waits for its last addition. */
+INLINE void VARIANT(add_run)(const uint8_t *data, const int16_t *values, v8i *dots, int kind, int tokens)
 {
-    const int16_t *values[TILE];
-    const float *units = x->units + place_of(x, token, x->spans, 0);
-    const int32_t *shares = x->sums + place_of(x, token, x->spans, 0);
-    const int64_t apart = x->side == 1 ? x->spans : 1; /* tokens, in units and shares */
-    v8 sums[TILE];
-    v8i dots[TILE];
-    for (int t = 0; t < tokens; t++) {
-        sums[t] = VARIANT(splat)(0);
-        values[t] = x->values + place_of(x, token + t, x->runs, 0) * RUN;
-    }
-    for (int64_t run = 0; run < l->runs;) {
-        const int64_t group_end = run + l->runs_a_group;
-        const v8 scale = VARIANT(scales)(w, data + l->runs_a_group * l->run_bytes);
-        for (; run < group_end; units += x->side, shares += x->side) {
-            const int64_t end = smaller(run + x->span_runs, group_end);
-            for (int t = 0; t < tokens; t++)
-                dots[t] = VARIANT(splat_int)(kind == INT4 ? -shares[t * apart] : 0);
-            for (; run < end; run++, data += kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN) {
-                v16s pairs[RUN / 2];
-                for (int line = 0; line < (kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN); line += 64)
-                    __builtin_prefetch(data + 1024 + line);
-                VARIANT(unpack_run)(data, pairs, kind);
-                for (int i = 0; i < RUN / 2; i++)
-                    for (int t = 0; t < tokens; t++)
-                        dots[t] = VARIANT(dot_pairs)(dots[t], pairs[i], values[t] + 2 * i);
-                for (int t = 0; t < tokens; t++)
-                    values[t] += x->side * RUN;
-            }
-            for (int t = 0; t < tokens; t++) {
-                const v8 factor = scale * VARIANT(splat)(units[t * apart]);
-                sums[t] += __builtin_convertvector(dots[t], v8) * factor;
-            }
-        }
-        data += 2 * ROWS;
-    }
+    const int bytes = kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN;
+    const int chains = tokens > 2 ? 1 : 4 / tokens;
+    v16s pairs[RUN / 2];
+    v8i sums[4][TILE];
+    for (int line = 0; line < bytes; line += 64)
+        __builtin_prefetch(data + 1024 + line);
+    VARIANT(unpack_run)(data, pairs, kind);
+    for (int c = 0; c < chains; c++)
+        for (int t = 0; t < tokens; t++)
+            sums[c][t] = c ? VARIANT(splat_int)(0) : dots[t];
+    for (int i = 0; i < RUN / 2; i++)
+        for (int t = 0; t < tokens; t++)
+            sums[i % chains][t] =
+                VARIANT(dot_pairs)(sums[i % chains][t], pairs[i], values + t * RUN + 2 * i);
     for (int t = 0; t < tokens; t++)
-        VARIANT(store)(out + t * stride, sums[t]);
+        for (int c = 0; c < chains; c++)
+            dots[t] = c ? dots[t] + sums[c][t] : sums[0][t];
 }
 
-INLINE void VARIANT(few_of_kind)(const product *p, const input *x, int64_t row, int64_t count, int kind)
+INLINE void VARIANT(begin_span)(const int32_t *shares, v8i *dots, int kind, int tokens)
+{
+    for (int t = 0; t < tokens; t++)
+        dots[t] = VARIANT(splat_int)(kind == INT4 ? shares[t] : 0);
+}
+
+INLINE void VARIANT(end_span)(const v8i *dots, v8 scale, const float *units, v8 *sums, int tokens)
+{
+    for (int t = 0; t < tokens; t++)
+        sums[t] += __builtin_convertvector(dots[t], v8) * (scale * VARIANT(splat)(units[t]));
+}
+
+/* The products of a block of rows with as many tokens as lie side by side. With `one` a run is a group. */
+INLINE void VARIANT(few_tile)(const weight *w, const layout *l, const uint8_t *data, const input *x,
+                              int64_t token, float *out, int kind, int tokens, int one)
+{
+    const int64_t runs = l->runs, group_runs = l->runs_a_group, span_runs = x->span_runs;
+    const int64_t bytes = kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN;
+    const int16_t *values = x->values + place_of(x, token, runs, 0) * RUN;
+    const float *units = x->units + place_of(x, token, x->spans, 0);
+    const int32_t *shares = x->sums + place_of(x, token, x->spans, 0);
+    v8 sums[TILE];
+    v8i dots[TILE];
+    for (int t = 0; t < tokens; t++)
+        sums[t] = VARIANT(splat)(0);
+    for (int64_t run = 0; one && run < runs; run++, data += bytes + 2 * ROWS, values += tokens * RUN) {
+        VARIANT(begin_span)(shares + run * tokens, dots, kind, tokens);
+        VARIANT(add_run)(data, values, dots, kind, tokens);
+        VARIANT(end_span)(dots, VARIANT(scales)(w, data + bytes), units + run * tokens, sums, tokens);
+    }
+    for (int64_t run = 0; !one && run < runs; data += 2 * ROWS) {
+        const int64_t group_end = run + group_runs;
+        const v8 scale = VARIANT(scales)(w, data + group_runs * bytes);
+        for (; run < group_end; units += tokens, shares += tokens) {
+            const int64_t end = smaller(run + span_runs, group_end);
+            VARIANT(begin_span)(shares, dots, kind, tokens);
+            for (; run < end; run++, data += bytes, values += tokens * RUN)
+                VARIANT(add_run)(data, values, dots, kind, tokens);
+            VARIANT(end_span)(dots, scale, units, sums, tokens);
+        }
+    }
+    for (int t = 0; t < tokens; t++)
+        VARIANT(store)(out + t * GRAIN, sums[t]);
+}
+
+INLINE void VARIANT(few_of_kind)(const product *p, const input *x, int64_t row, int64_t count, int kind,
+                                 int one)
 {
     const layout l = layout_of(p->w);
     const uint8_t *data = p->w->data + row / ROWS * l.block_bytes;
     float sums[FEW_TOKENS][GRAIN];
     for (int64_t r = 0; r < count; r += ROWS, data += l.block_bytes)
-        for (int64_t t = 0; t < x->tokens; t += TILE) {
-            float *to = sums[t] + r;
-            switch (x->tokens - t) {
-            case 1: VARIANT(few_tile)(p->w, &l, data, x, t, to, GRAIN, kind, 1); break;
-            case 2: VARIANT(few_tile)(p->w, &l, data, x, t, to, GRAIN, kind, 2); break;
-            case 3: VARIANT(few_tile)(p->w, &l, data, x, t, to, GRAIN, kind, 3); break;
-            default: VARIANT(few_tile)(p->w, &l, data, x, t, to, GRAIN, kind, TILE);
+        for (int64_t t = 0; t < x->tokens; t += TILE)
+            switch (x->side) {
+            case 1: VARIANT(few_tile)(p->w, &l, data, x, t, sums[t] + r, kind, 1, one); break;
+            case 2: VARIANT(few_tile)(p->w, &l, data, x, t, sums[t] + r, kind, 2, one); break;
+            case 3: VARIANT(few_tile)(p->w, &l, data, x, t, sums[t] + r, kind, 3, one); break;
+            default: VARIANT(few_tile)(p->w, &l, data, x, t, sums[t] + r, kind, TILE, one);
             }
-        }
     put(p, 0, row, count, x->tokens, sums[0], GRAIN);
 }
 
 static void VARIANT(few_tokens)(const product *p, const input *x, int64_t row, int64_t count)
 {
-    if (p->w->kind == INT4)
-        VARIANT(few_of_kind)(p, x, row, count, INT4);
+    if (p->w->kind == INT8)
+        VARIANT(few_of_kind)(p, x, row, count, INT8, 0);
+    else if (p->w->group == RUN)
+        VARIANT(few_of_kind)(p, x, row, count, INT4, 1);
     else
-        VARIANT(few_of_kind)(p, x, row, count, INT8);
+        VARIANT(few_of_kind)(p, x, row, count, INT4, 0);
 }
 
 /* ---- many tokens: weights are unpacked to the first cache, and 16 rows share an activation ---- */
@@ -182,8 +209,8 @@ static void VARIANT(unpack_chunk)(const product *p, const layout *l, int64_t row
 }
 
 /* Add the products of a chunk with some tokens to their sums. */
-INLINE void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, const input *x, int64_t token,
-                               float (*sums)[GRAIN], int tokens)
+static void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, const input *x, int64_t token,
+                               float (*sums)[GRAIN])
 {
     const int16_t *values = x->values + place_of(x, token, x->runs, first) * RUN;
     const float *units = x->units + place_of(x, token, x->spans, first / x->span_runs);
@@ -191,18 +218,18 @@ INLINE void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, cons
     for (int64_t run = 0, span = 0; run < runs; span++, units += TILE) {
         const int64_t end = smaller(run + x->span_runs, runs);
         v8i a[TILE], b[TILE];
-        for (int t = 0; t < tokens; t++)
+        for (int t = 0; t < TILE; t++)
             a[t] = b[t] = VARIANT(splat_int)(0);
         for (; run < end; run++, values += TILE * RUN)
             for (int i = 0; i < RUN / 2; i++, pairs++) {
                 const v16s w = *(const v16s_in_memory *)pairs[0][0], v = *(const v16s_in_memory *)pairs[0][1];
-                for (int t = 0; t < tokens; t++) {
+                for (int t = 0; t < TILE; t++) {
                     a[t] = VARIANT(dot_pairs)(a[t], w, values + t * RUN + 2 * i);
                     b[t] = VARIANT(dot_pairs)(b[t], v, values + t * RUN + 2 * i);
                 }
             }
         const v8 low = VARIANT(load)(c->scales[span][0]), high = VARIANT(load)(c->scales[span][1]);
-        for (int t = 0; t < tokens; t++) {
+        for (int t = 0; t < TILE; t++) {
             const v8 unit = VARIANT(splat)(units[t]);
             float *to = sums[t];
             VARIANT(store)(to, VARIANT(load)(to) + __builtin_convertvector(a[t], v8) * (low * unit));
@@ -225,12 +252,7 @@ static void VARIANT(many_tokens)(const product *p, const input *x, int64_t row, 
             const int64_t runs = smaller(CHUNK_RUNS, l.runs - first);
             VARIANT(unpack_chunk)(p, &l, row, count, first, runs, x->span_runs, &c);
             for (int64_t t = 0; t < tokens; t += TILE)
-                switch (tokens - t) {
-                case 1: VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t, 1); break;
-                case 2: VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t, 2); break;
-                case 3: VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t, 3); break;
-                default: VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t, TILE);
-                }
+                VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t);
         }
         put(p, begin, row, count, tokens, sums[0], GRAIN);
     }

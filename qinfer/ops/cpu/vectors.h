@@ -36,6 +36,17 @@ INLINE v8 VARIANT(load_fp16)(const uint16_t *p)
 #endif
 }
 
+/* Round to 16 bits. */
+INLINE void VARIANT(store_fp16)(uint16_t *p, v8 x)
+{
+#ifdef VARIANT_IS_AVX2
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int j = 0; j < 8; j++)
+        p[j] = to_fp16(x[j]);
+#endif
+}
+
 INLINE v8 VARIANT(load_bf16)(const uint16_t *p)
 {
 #ifdef VARIANT_IS_AVX2
@@ -96,6 +107,14 @@ INLINE void VARIANT(store_int16)(int16_t *p, v8i x)
     memcpy(p, &narrow, sizeof narrow);
 }
 
+/* Store lanes that fit in 8 bits. */
+INLINE void VARIANT(store_int8)(int8_t *p, v8i x)
+{
+    typedef int8_t v8c __attribute__((vector_size(8)));
+    const v8c narrow = __builtin_convertvector(x, v8c);
+    memcpy(p, &narrow, sizeof narrow);
+}
+
 /* sum[r] + w[2r] * pair[0] + w[2r + 1] * pair[1], without overflow on the way. */
 INLINE v8i VARIANT(dot_pairs)(v8i sum, v16s w, const int16_t *pair)
 {
@@ -133,15 +152,22 @@ INLINE v8i VARIANT(dot_pairs)(v8i sum, v16s w, const int16_t *pair)
 INLINE v8 VARIANT(select)(v8i mask, v8 a, v8 b) { return (v8)((mask & (v8i)a) | (~mask & (v8i)b)); }
 
 /* NaN is larger than any number. */
-INLINE v8 VARIANT(max)(v8 a, v8 b) { return VARIANT(select)((a > b) | (a != a), a, b); }
+INLINE v8 VARIANT(max)(v8 a, v8 b)
+{
+#ifdef VARIANT_IS_AVX2 /* maxps is its second operand where one of them is NaN */
+    const __m256 nan = _mm256_cmp_ps((__m256)a, (__m256)a, _CMP_UNORD_Q);
+    return (v8)_mm256_blendv_ps(_mm256_max_ps((__m256)a, (__m256)b), (__m256)a, nan);
+#else
+    return VARIANT(select)((a > b) | (a != a), a, b);
+#endif
+}
 
 /* The largest and the sum of the lanes, the sum always in this order. */
 INLINE float VARIANT(largest)(v8 x)
 {
-    float most = x[0];
-    for (int j = 1; j < 8; j++)
-        most = x[j] > most || x[j] != x[j] ? x[j] : most;
-    return most;
+    x = VARIANT(max)(x, __builtin_shuffle(x, (v8i){4, 5, 6, 7, 0, 1, 2, 3}));
+    x = VARIANT(max)(x, __builtin_shuffle(x, (v8i){2, 3, 0, 1, 6, 7, 4, 5}));
+    return VARIANT(max)(x, __builtin_shuffle(x, (v8i){1, 0, 3, 2, 5, 4, 7, 6}))[0];
 }
 
 INLINE float VARIANT(sum)(v8 x)

@@ -32,17 +32,17 @@ typedef struct {
 
 enum { RUN = 32, GRAIN = 16, TILE = 4 };
 
-/* Activations in the form that weights of some kind take. Quantized ones have `side` tokens side by side:
- * run for run, so that a tile reads one piece of memory. */
+/* Activations in the form that weights of some kind take. Quantized ones have `side` tokens side by side,
+ * run for run, so that a tile reads one piece of memory; zeros fill the last one up. */
 typedef struct {
     int64_t tokens;
     int64_t runs;             /* of 32 columns, the last one filled up with zeros */
     int64_t spans, span_runs; /* of runs that share a unit */
-    int64_t side;             /* 1, or TILE */
+    int64_t side;             /* all of them, TILE at most */
     float *floats;   /* [tokens, 32 * runs]; for NF4 in the order of its nibbles */
     int16_t *values; /* [tokens / side, runs, side, 32] */
     float *units;    /* [tokens / side, spans, side]: of the values */
-    int32_t *sums;   /* like units: of the values, times 8 */
+    int32_t *sums;   /* like units: of the values, times -8 */
 } input;
 
 /* Where a token's part of a run or span is, in units of one. */
@@ -70,6 +70,7 @@ void dense_rows(const product *p, const input *x, int64_t row, int64_t count);
 
 /* Turn a token's floats into what INT4 and INT8, or NF4, weights take. */
 void quantize_token(const input *x, int64_t token);
+void clear_token(const input *x, int64_t token);
 void split_pairs(const input *x, int64_t token);
 int64_t span_runs(const weight *w);
 

@@ -12,35 +12,31 @@ static float VARIANT(power_of_two)(int32_t exponent)
 
 /* The unit is the power of two with which the largest value takes all of 15 bits and a sign; NaN if a value
  * is not finite. */
-static void VARIANT(quantize_span)(const float *from, const input *x, int64_t token, int64_t span)
+static void VARIANT(quantize_span)(const float *from, const input *x, int64_t tile, int64_t lane, int64_t span)
 {
     const int64_t first = span * x->span_runs, end = smaller(first + x->span_runs, x->runs);
-    const int64_t at = place_of(x, token, x->spans, span);
-    const v8i sign = VARIANT(splat_int)(INT32_MAX), top = VARIANT(splat_int)(INT16_MAX);
-    const v8 shift = VARIANT(splat)(0x1.8p23f);
-    v8 most = VARIANT(splat)(0), poison = most;
-    v8i total = VARIANT(splat_int)(0);
-    int exponent = 0;
-    for (int64_t i = first * RUN; i < end * RUN; i += 8) {
-        const v8 a = VARIANT(load)(from + i);
-        most = VARIANT(max)((v8)((v8i)a & sign), most);
-        poison += a * 0.f;
-    }
-    const float largest = VARIANT(largest)(most), whole = VARIANT(sum)(poison);
-    const int vanishes = whole != 0 || largest < 0x1p-100f;
-    if (!vanishes)
-        frexpf(largest, &exponent); /* largest < 2^exponent */
+    const int64_t at = (tile * x->spans + span) * x->side + lane;
+    int16_t *to = x->values + ((tile * x->runs + first) * x->side + lane) * RUN;
+    const v8i sign = VARIANT(splat_int)(INT32_MAX);
+    const int16_t ones[2] = {1, 1};
+    v8 most = VARIANT(splat)(0);
+    for (int64_t i = first * RUN; i < end * RUN; i += 8)
+        most = VARIANT(max)((v8)((v8i)VARIANT(load)(from + i) & sign), most);
+    const float largest = VARIANT(largest)(most);
+    const int vanishes = !(largest >= 0x1p-100f && largest < INFINITY);
+    uint32_t bits;
+    memcpy(&bits, &largest, sizeof bits);
+    const int32_t exponent = (int32_t)(bits >> 23) - 126; /* largest < 2^exponent */
     const v8 per_unit = VARIANT(splat)(vanishes ? 0 : VARIANT(power_of_two)(15 - exponent));
-    for (int64_t run = first; run < end; run++) {
-        int16_t *to = x->values + place_of(x, token, x->runs, run) * RUN;
-        for (int i = 0; i < RUN; i += 8) {
-            v8i q = (v8i)(VARIANT(load)(from + run * RUN + i) * per_unit + shift) - (v8i)shift;
-            q = vanishes ? q & 0 : ((q > top) & top) | ((q <= top) & q);
-            total += q;
-            VARIANT(store_int16)(to + i, q);
+    v8i total = VARIANT(splat_int)(0);
+    for (int64_t run = first; run < end; run++, to += x->side * RUN)
+        for (int i = 0; i < RUN; i += 16) {
+            const float *a = from + run * RUN + i;
+            const v16s q = VARIANT(round_int16)(VARIANT(load)(a) * per_unit, VARIANT(load)(a + 8) * per_unit);
+            *(v16s_in_memory *)(to + i) = vanishes ? q & 0 : q;
+            total = VARIANT(dot_pairs)(total, vanishes ? q & 0 : q, ones);
         }
-    }
-    x->units[at] = vanishes ? whole : VARIANT(power_of_two)(exponent - 15);
+    x->units[at] = !vanishes ? VARIANT(power_of_two)(exponent - 15) : largest < INFINITY ? 0 : NAN;
     x->sums[at] = 0;
     for (int i = 0; i < 8; i++)
         x->sums[at] -= 8 * total[i];
@@ -48,8 +44,9 @@ static void VARIANT(quantize_span)(const float *from, const input *x, int64_t to
 
 static void VARIANT(quantize)(const input *x, int64_t token)
 {
+    const int64_t tile = token / x->side, lane = token % x->side;
     for (int64_t span = 0; span < x->spans; span++)
-        VARIANT(quantize_span)(x->floats + token * x->runs * RUN, x, token, span);
+        VARIANT(quantize_span)(x->floats + token * x->runs * RUN, x, tile, lane, span);
 }
 
 /* ---- weights ---- */

@@ -99,12 +99,21 @@ INLINE v16s VARIANT(load_16_int8)(const int8_t *p)
 #endif
 }
 
-/* Store lanes that fit in 16 bits. */
-INLINE void VARIANT(store_int16)(int16_t *p, v8i x)
+/* Both vectors rounded to the nearest, at most 32767; they are above -32769 and below 2^22. */
+INLINE v16s VARIANT(round_int16)(v8 a, v8 b)
 {
-    typedef int16_t v8s __attribute__((vector_size(16)));
-    const v8s narrow = __builtin_convertvector(x, v8s);
-    memcpy(p, &narrow, sizeof narrow);
+    const v8 shift = VARIANT(splat)(0x1.8p23f);
+    const v8i x = (v8i)(a + shift) - (v8i)shift, y = (v8i)(b + shift) - (v8i)shift;
+#ifdef VARIANT_IS_AVX2
+    return (v16s)_mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)x, (__m256i)y), 0xd8);
+#else
+    v16s z;
+    for (int j = 0; j < 8; j++) {
+        z[j] = (int16_t)(x[j] > INT16_MAX ? INT16_MAX : x[j]);
+        z[8 + j] = (int16_t)(y[j] > INT16_MAX ? INT16_MAX : y[j]);
+    }
+    return z;
+#endif
 }
 
 /* Store lanes that fit in 8 bits. */

@@ -248,6 +248,8 @@ def _show(completion: Completion, options: dict[str, Any]) -> None:
 
 def report(completion: Completion) -> dict[str, Any]:
     """What `--json` says of an ended completion beside its text."""
+    from qinfer.engine.memory import peak_bytes
+
     usage = completion.usage
     return {
         "finish_reason": completion.finish_reason,
@@ -259,7 +261,7 @@ def report(completion: Completion) -> dict[str, Any]:
         "tpot_s": usage.tpot_s,
         "prefill_tokens_per_s": usage.prefill_tokens_per_s,
         "decode_tokens_per_s": usage.decode_tokens_per_s,
-        "peak_memory_bytes": _peak_memory_bytes(),
+        "peak_memory_bytes": peak_bytes(),
     }
 
 
@@ -273,10 +275,3 @@ def _figures(completion: Completion) -> str:
         f"{figures['prefill_tokens_per_s']:.1f} tok/s prefill, {decode}"
         f"{figures['peak_memory_bytes'] / 1e6:.0f} MB peak, seed {figures['seed']}"
     )
-
-
-def _peak_memory_bytes() -> int:
-    import resource  # not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -14,7 +14,7 @@ from qinfer.ops.paged import KVLayer
 from qinfer.quant.kv import BLOCK_TOKENS, KVFormat, KVSide
 
 RETAINED_TOKENS = 8192
-"""So much of finished sequences is kept to be found again, if nobody needs the place."""
+"""So much of finished sequences is usually kept to be found again, if nobody needs the place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,7 @@ class PagedCache:
         *,
         half: torch.dtype,
         device: torch.device,
+        retained_tokens: int = RETAINED_TOKENS,
     ) -> None:
         """Reserve memory; pages that no token has reached are not touched on a CPU.
 
@@ -126,9 +127,11 @@ class PagedCache:
             slots: Most sequences that run at once.
             half: The 16-bit float type.
             device: Where.
+            retained_tokens: So much of finished sequences is kept to be found again.
         """
         self.layout = layout
         self.blocks = tuple(blocks)
+        self._retained_tokens = retained_tokens
 
         def side(layer: int, *, is_keys: bool) -> KVSide:
             kv_format = layout.formats[layer]
@@ -159,7 +162,7 @@ class PagedCache:
         Args:
             step_tokens: Most tokens that a sequence grows by in a step.
         """
-        retained = blocks_for(RETAINED_TOKENS)
+        retained = blocks_for(self._retained_tokens)
         pools = [BlockPool(count, retained=retained) for count in self.blocks]
         return BlockTables(self.layout.reaches, pools, step_tokens=step_tokens)
 

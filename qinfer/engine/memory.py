@@ -5,7 +5,9 @@ Everything is worked out from the configuration before anything is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,8 @@ _MARGIN = 0.1  # of what is free, left to others
 _FIXED_BYTES = 64 << 20  # tokenizer, tables, the allocator's slack
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_FORGET_PEAK = "5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,20 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_system_free_bytes(), _cgroup_free_bytes())
+
+
+def forget_peak() -> None:
+    """Let `peak_bytes` begin anew with what the process holds now; Linux alone can do that."""
+    with contextlib.suppress(OSError):
+        _CLEAR_REFS.write_text(_FORGET_PEAK)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held so far, pages of mapped files included."""
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _system_free_bytes() -> int:

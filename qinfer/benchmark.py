@@ -155,7 +155,7 @@ def cases_of(
     depths: SequenceOf[int],
     batches: SequenceOf[int],
 ) -> list[Case]:
-    """All combinations, those of one KV format together.
+    """All combinations, of which there has to be one; those of one KV format together.
 
     Args:
         config: Of the model.
@@ -178,15 +178,16 @@ def cases_of(
         for kv_format, depth, batch in itertools.product(kv_formats, depths, batches)
         for phase, tokens in kinds
     ]
-    for case in cases:
-        case.kv_format.check(config.head_dim)
-        over = case.context_tokens - config.max_position_embeddings
-        if over > 0:
-            raise QInferError(
-                f"{case} takes a context of {case.context_tokens:,} tokens, and the model's has "
-                f"{config.max_position_embeddings:,}",
-                hint=f"Lower --depth, --prompt or --new-tokens by {over:,}.",
-            )
+    for kv_format in kv_formats:
+        kv_format.check(config.head_dim)
+    longest = max(cases, key=lambda case: case.context_tokens)
+    over = longest.context_tokens - config.max_position_embeddings
+    if over > 0:
+        raise QInferError(
+            f"{longest} takes a context of {longest.context_tokens:,} tokens, and the model's has "
+            f"{config.max_position_embeddings:,}",
+            hint=f"Lower --depth, --prompt or --new-tokens by {over:,}.",
+        )
     return cases
 
 

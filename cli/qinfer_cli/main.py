@@ -4,6 +4,7 @@ import os
 
 import click
 
+from qinfer_cli.bench import bench
 from qinfer_cli.convert import convert
 from qinfer_cli.doctor import doctor
 from qinfer_cli.errors import ErrorHandlingGroup
@@ -31,4 +32,5 @@ cli.add_command(convert)
 cli.add_command(generate)
 cli.add_command(inspect)
 cli.add_command(evaluate)
+cli.add_command(bench)
 cli.add_command(doctor)

@@ -58,6 +58,33 @@ def sampling_options(command: Command) -> Command:
     )(wrapper)
 
 
+def numbers(minimum: int) -> Callable[[str], tuple[int, ...]]:
+    """The type of options such as `1,8`: a tuple of numbers from a minimum on, each once."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        words = [word.strip() for word in text.split(",")]
+        if not all(re.fullmatch(r"\d{1,9}", word, re.ASCII) for word in words):
+            raise click.BadParameter(f"{text!r} is not a number, or a list such as 1,8.")
+        found = tuple(dict.fromkeys(map(int, words)))
+        if min(found) < minimum:
+            raise click.BadParameter(f"{min(found)} is less than {minimum}.")
+        return found
+
+    return parse
+
+
+def kv_bits_list(text: str) -> tuple[tuple[int, int], ...]:
+    """Of `16,k8v4`, the bits of keys and of values: (16, 16), (8, 4)."""
+    bits = "|".join(_KV_BITS)
+    found = [re.fullmatch(f"({bits})|k({bits})v({bits})", word.strip()) for word in text.split(",")]
+    pairs = [(int(m[1] or m[2]), int(m[1] or m[3])) for m in found if m]
+    if len(pairs) < len(found):
+        raise click.BadParameter(
+            f"{text!r} is not one of {', '.join(_KV_BITS)} or k8v4, nor a list of them."
+        )
+    return tuple(dict.fromkeys(pairs))
+
+
 def kv_options(command: Command) -> Command:
     """Add `--kv-bits`, `--k-bits` and `--v-bits`.
 

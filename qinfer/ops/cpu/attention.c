@@ -219,6 +219,15 @@ static void finish(const work *w, const query *p, const state *t)
     }
 }
 
+/* Ask for a block's keys or values. They come from memory in pieces that are too small for the processor
+ * to foresee the next one. */
+static void prefetch_side(const side *s, int64_t at)
+{
+    const int64_t bytes = BLOCK * s->head_dim * s->bits / 8;
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)s->data + at * bytes + i);
+}
+
 static void attend_query(const work *w, const query *p)
 {
     const attention *c = w->c;
@@ -231,6 +240,11 @@ static void attend_query(const work *w, const query *p)
     for (int64_t first = 0; first <= p->own; first += BLOCK) {
         if (first >= c->cache->sinks && first + BLOCK <= oldest)
             continue;
+        if (first < p->own) {
+            const int64_t next = block_at(c, p->segment, p->head, first / BLOCK + 1);
+            prefetch_side(&c->cache->keys, next);
+            prefetch_side(&c->cache->values, next);
+        }
         load_tile(w, p, first, keys, values, &b);
         CHOOSE(attend)(w, &t, &b);
     }

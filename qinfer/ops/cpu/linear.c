@@ -4,7 +4,8 @@
 
 #include <string.h>
 
-enum { PASSES_A_THREAD = 8, FLOATS_A_PASS = 1 << 14 };
+/* Passes a thread: a few tokens take microseconds, in which each pass costs a part of one. */
+enum { FEW_TOKENS = 8, FEW_PASSES = 2, MANY_PASSES = 8, FLOATS_A_PASS = 1 << 14 };
 
 /* The forms of an input. */
 enum { FLOATS, SPLIT, QUANTIZED };
@@ -96,8 +97,8 @@ void multiply(const product *products, int64_t count, const rows *from, void *wo
         while (end < count && same_input(products->w, products[end].w))
             grains += grains_of(&products[end++]);
         const input x = prepare(from, products->w, workspace, threads);
-        const int64_t share = grains / (PASSES_A_THREAD * threads);
-        const work w = {products, &x, end, share > 1 ? share : 1};
+        const int64_t passes = (from->count > FEW_TOKENS ? MANY_PASSES : FEW_PASSES) * threads;
+        const work w = {products, &x, end, (grains + passes - 1) / passes};
         qinfer_parallel(work_pass, &w, (grains + w.grains_a_pass - 1) / w.grains_a_pass, threads);
     }
 }

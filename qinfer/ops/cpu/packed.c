@@ -17,7 +17,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { ROWS = 8, FEW_TOKENS = 8, CHUNK_RUNS = 16, SWEEP_TOKENS = 128 };
+enum { ROWS = 8, FEW_TOKENS = 8, CHUNK_RUNS = 16, SWEEP_TOKENS = 128, BYTES_AHEAD = 3072 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 

@@ -86,7 +86,7 @@ INLINE void VARIANT(add_run)(const uint8_t *data, const int16_t *values, v8i *do
     v16s pairs[RUN / 2];
     v8i sums[4][TILE];
     for (int line = 0; line < bytes; line += 64)
-        __builtin_prefetch(data + 1024 + line);
+        __builtin_prefetch(data + BYTES_AHEAD + line);
     VARIANT(unpack_run)(data, pairs, kind);
     for (int c = 0; c < chains; c++)
         for (int t = 0; t < tokens; t++)

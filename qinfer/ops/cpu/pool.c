@@ -8,7 +8,7 @@
 /* The pool. `next` holds the number of the job in its upper half and the next pass in its lower one,
  * so that a thread that comes late cannot take a pass of a job it does not know; while a job is being
  * replaced it holds CLOSED. */
-enum { MAX_WORKERS = 255, SPINS = 10000 };
+enum { MAX_WORKERS = 255, SPINS = 10000, LINE = 64 };
 #define CLOSED UINT32_MAX
 
 static struct {
@@ -16,12 +16,14 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     int workers;
-    void (*pass)(const void *, int64_t);
+    /* What one thread writes while others wait for something else has a cache line of its own. */
+    _Alignas(LINE) void (*pass)(const void *, int64_t);
     const void *job;
+    _Atomic int64_t passes;
     _Atomic int sleepers;
-    _Atomic uint32_t turn;
-    _Atomic uint64_t next;
-    _Atomic int64_t passes, finished;
+    _Alignas(LINE) _Atomic uint32_t turn;
+    _Alignas(LINE) _Atomic uint64_t next;
+    _Alignas(LINE) _Atomic int64_t finished;
 } pool = {
     .entry = PTHREAD_MUTEX_INITIALIZER,
     .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -110,8 +112,8 @@ void qinfer_parallel(void (*pass)(const void *, int64_t), const void *job, int64
     atomic_store(&pool.next, (uint64_t)turn << 32 | CLOSED);
     pool.pass = pass;
     pool.job = job;
-    atomic_store(&pool.passes, passes);
-    atomic_store(&pool.finished, 0);
+    atomic_store_explicit(&pool.passes, passes, memory_order_relaxed);
+    atomic_store_explicit(&pool.finished, 0, memory_order_relaxed);
     atomic_store(&pool.next, (uint64_t)turn << 32);
     atomic_store(&pool.turn, turn);
     if (atomic_load(&pool.sleepers)) {

@@ -7,7 +7,7 @@
 #include "variants.h"
 #include "weight.h"
 
-enum { TOKENS = 3, ROWS = 4, FEW_TOKENS = 6, CHUNK_RUNS = 8, SWEEP_TOKENS = 96 };
+enum { TOKENS = 3, ROWS = 4, FEW_TOKENS = 6, CHUNK_RUNS = 8 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -38,10 +38,10 @@ typedef float chunk[GRAIN][CHUNK_RUNS * RUN];
 #define CODE "dense_tiles.h"
 #include "each_variant.h"
 
-void dense_rows(const product *p, const input *x, int64_t first, int64_t count)
+void dense_rows(const product *p, const input *x, int64_t token, int64_t row, int64_t count)
 {
     if (x->tokens <= FEW_TOKENS)
-        CHOOSE(few_tokens)(p, x, first, count);
+        CHOOSE(few_tokens)(p, x, row, count);
     else
-        CHOOSE(many_tokens)(p, x, first, count);
+        CHOOSE(many_tokens)(p, x, token, row, count);
 }

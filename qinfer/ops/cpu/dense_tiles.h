@@ -149,33 +149,30 @@ INLINE void VARIANT(many_tile)(float (*weights)[CHUNK_RUNS * RUN], int64_t colum
             sums[t][r] = s[r][t];
 }
 
-static void VARIANT(many_tokens)(const product *p, const input *x, int64_t row, int64_t count)
+static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token, int64_t row, int64_t count)
 {
-    const int64_t stride = x->runs * RUN;
-    v8 sums[SWEEP_TOKENS][GRAIN];
+    const int64_t stride = x->runs * RUN, tokens = smaller(DENSE_SWEEP, x->tokens - token);
+    float out[DENSE_SWEEP][GRAIN];
+    v8 sums[DENSE_SWEEP][GRAIN];
     chunk c;
     memset(c, 0, sizeof c);
-    for (int64_t begin = 0; begin < x->tokens; begin += SWEEP_TOKENS) {
-        const int64_t tokens = smaller(SWEEP_TOKENS, x->tokens - begin);
-        memset(sums, 0, sizeof sums);
-        for (int64_t first = 0; first < x->runs; first += CHUNK_RUNS) {
-            const int64_t runs = smaller(CHUNK_RUNS, x->runs - first), columns = runs * RUN;
-            VARIANT(unpack_chunk)(p->w, row, count, first, runs, c);
-            for (int64_t t = 0; t < tokens; t += TOKENS)
-                for (int64_t r = 0; r < count; r += ROWS) {
-                    const float *from = x->floats + (begin + t) * stride + first * RUN;
-                    v8(*to)[GRAIN] = (v8(*)[GRAIN])(sums[t] + r);
-                    switch (tokens - t) {
-                    case 1: VARIANT(many_tile)(c + r, columns, from, stride, to, 1); break;
-                    case 2: VARIANT(many_tile)(c + r, columns, from, stride, to, 2); break;
-                    default: VARIANT(many_tile)(c + r, columns, from, stride, to, TOKENS);
-                    }
+    memset(sums, 0, sizeof sums);
+    for (int64_t first = 0; first < x->runs; first += CHUNK_RUNS) {
+        const int64_t runs = smaller(CHUNK_RUNS, x->runs - first), columns = runs * RUN;
+        VARIANT(unpack_chunk)(p->w, row, count, first, runs, c);
+        for (int64_t t = 0; t < tokens; t += TOKENS)
+            for (int64_t r = 0; r < count; r += ROWS) {
+                const float *from = x->floats + (token + t) * stride + first * RUN;
+                v8(*to)[GRAIN] = (v8(*)[GRAIN])(sums[t] + r);
+                switch (tokens - t) {
+                case 1: VARIANT(many_tile)(c + r, columns, from, stride, to, 1); break;
+                case 2: VARIANT(many_tile)(c + r, columns, from, stride, to, 2); break;
+                default: VARIANT(many_tile)(c + r, columns, from, stride, to, TOKENS);
                 }
-        }
-        float out[SWEEP_TOKENS][GRAIN];
-        for (int64_t t = 0; t < tokens; t++)
-            for (int64_t r = 0; r < count; r++)
-                out[t][r] = VARIANT(sum)(sums[t][r]);
-        put(p, begin, row, count, tokens, out[0], GRAIN);
+            }
     }
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t r = 0; r < count; r++)
+            out[t][r] = VARIANT(sum)(sums[t][r]);
+    put(p, token, row, count, tokens, out[0], GRAIN);
 }

@@ -70,18 +70,22 @@ typedef struct {
 
 static int64_t grains_of(const product *p) { return (p->w->rows + GRAIN - 1) / GRAIN; }
 
-/* Some grains, counted through all products. */
+/* Some grains, counted through all products. Tokens of a sweep stay in the second cache for all of them. */
 static void work_pass(const void *job, int64_t i)
 {
     const work *j = job;
-    int64_t grain = i * j->grains_a_pass, left = j->grains_a_pass;
-    for (const product *p = j->products; p < j->products + j->count && left; p++) {
-        const int64_t grains = grains_of(p);
-        for (; grain < grains && left; grain++, left--) {
-            const int64_t row = grain * GRAIN, rest = p->w->rows - row;
-            (p->w->kind >= INT4 ? packed_rows : dense_rows)(p, j->x, row, rest < GRAIN ? rest : GRAIN);
+    const int packed = j->products->w->kind >= INT4;
+    const int64_t first = i * j->grains_a_pass, sweep = packed ? PACKED_SWEEP : DENSE_SWEEP;
+    for (int64_t token = 0; token < j->x->tokens; token += sweep) {
+        int64_t grain = first, left = j->grains_a_pass;
+        for (const product *p = j->products; p < j->products + j->count && left; p++) {
+            const int64_t grains = grains_of(p);
+            for (; grain < grains && left; grain++, left--) {
+                const int64_t row = grain * GRAIN, rest = p->w->rows - row, count = rest < GRAIN ? rest : GRAIN;
+                (packed ? packed_rows : dense_rows)(p, j->x, token, row, count);
+            }
+            grain -= grains;
         }
-        grain -= grains;
     }
 }
 

@@ -17,7 +17,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { ROWS = 8, FEW_TOKENS = 8, CHUNK_RUNS = 16, SWEEP_TOKENS = 128, BYTES_AHEAD = 3072 };
+enum { ROWS = 8, FEW_TOKENS = 8, CHUNK_RUNS = 20, BYTES_AHEAD = 3072 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -138,10 +138,10 @@ void clear_token(const input *x, int64_t token)
         memset(x->values + place_of(x, token, x->runs, run) * RUN, 0, RUN * sizeof *x->values);
 }
 
-void packed_rows(const product *p, const input *x, int64_t row, int64_t count)
+void packed_rows(const product *p, const input *x, int64_t token, int64_t row, int64_t count)
 {
     if (x->tokens <= FEW_TOKENS)
         CHOOSE(few_tokens)(p, x, row, count);
     else
-        CHOOSE(many_tokens)(p, x, row, count);
+        CHOOSE(many_tokens)(p, x, token, row, count);
 }

@@ -235,22 +235,20 @@ static void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, cons
     }
 }
 
-static void VARIANT(many_tokens)(const product *p, const input *x, int64_t row, int64_t count)
+static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token, int64_t row, int64_t count)
 {
     const layout l = layout_of(p->w);
-    float sums[SWEEP_TOKENS][GRAIN];
+    const int64_t tokens = smaller(PACKED_SWEEP, x->tokens - token);
+    float sums[PACKED_SWEEP][GRAIN];
     chunk c;
     if (count <= ROWS)
         memset(&c, 0, sizeof c);
-    for (int64_t begin = 0; begin < x->tokens; begin += SWEEP_TOKENS) {
-        const int64_t tokens = smaller(SWEEP_TOKENS, x->tokens - begin);
-        memset(sums, 0, sizeof sums);
-        for (int64_t first = 0; first < l.runs; first += CHUNK_RUNS) {
-            const int64_t runs = smaller(CHUNK_RUNS, l.runs - first);
-            VARIANT(unpack_chunk)(p, &l, row, count, first, runs, x->span_runs, &c);
-            for (int64_t t = 0; t < tokens; t += TILE)
-                VARIANT(many_tile)(&c, first, runs, x, begin + t, sums + t);
-        }
-        put(p, begin, row, count, tokens, sums[0], GRAIN);
+    memset(sums, 0, sizeof sums);
+    for (int64_t first = 0; first < l.runs; first += CHUNK_RUNS) {
+        const int64_t runs = smaller(CHUNK_RUNS, l.runs - first);
+        VARIANT(unpack_chunk)(p, &l, row, count, first, runs, x->span_runs, &c);
+        for (int64_t t = 0; t < tokens; t += TILE)
+            VARIANT(many_tile)(&c, first, runs, x, token + t, sums + t);
     }
+    put(p, token, row, count, tokens, sums[0], GRAIN);
 }

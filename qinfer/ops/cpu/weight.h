@@ -30,7 +30,7 @@ typedef struct {
     int64_t adds;      /* whether to what is there */
 } product;
 
-enum { RUN = 32, GRAIN = 16, TILE = 4 };
+enum { RUN = 32, GRAIN = 16, TILE = 4, DENSE_SWEEP = 96, PACKED_SWEEP = 128 };
 
 /* Activations in the form that weights of some kind take. Quantized ones have `side` tokens side by side,
  * run for run, so that a tile reads one piece of memory; zeros fill the last one up. */
@@ -64,9 +64,10 @@ static inline void put(const product *p, int64_t token, int64_t row, int64_t row
     }
 }
 
-/* Products of `count` rows, at most GRAIN, from `row` on, a multiple of GRAIN. */
-void packed_rows(const product *p, const input *x, int64_t row, int64_t count);
-void dense_rows(const product *p, const input *x, int64_t row, int64_t count);
+/* Products of `count` rows, at most GRAIN, from `row` on, a multiple of GRAIN, with the tokens of a sweep
+ * from `token` on. */
+void packed_rows(const product *p, const input *x, int64_t token, int64_t row, int64_t count);
+void dense_rows(const product *p, const input *x, int64_t token, int64_t row, int64_t count);
 
 /* Turn a token's floats into what INT4 and INT8, or NF4, weights take. */
 void quantize_token(const input *x, int64_t token);

@@ -7,7 +7,7 @@
 #include "variants.h"
 #include "weight.h"
 
-enum { TOKENS = 3, ROWS = 4, FEW_TOKENS = 6, CHUNK_RUNS = 8 };
+enum { TOKENS = 3, ROWS = 4, FEW_TOKENS = 6, CHUNK_RUNS = 10 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 

@@ -59,6 +59,7 @@ INLINE void VARIANT(few_tile)(const weight *w, int64_t row, const input *x, int6
     for (int64_t run = 0; run < x->runs; run++, from += RUN)
         for (int r = 0; r < rows; r++) {
             v8 weights[4];
+            __builtin_prefetch(w->data + (row + r + ROWS) * w->row_bytes + run * run_bytes(kind));
             VARIANT(unpack)(w, row + r, run, weights, kind);
             for (int i = 0; i < 4; i++)
                 for (int t = 0; t < tokens; t++)
@@ -157,8 +158,9 @@ static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token
     chunk c;
     memset(c, 0, sizeof c);
     memset(sums, 0, sizeof sums);
-    for (int64_t first = 0; first < x->runs; first += CHUNK_RUNS) {
-        const int64_t runs = smaller(CHUNK_RUNS, x->runs - first), columns = runs * RUN;
+    const int64_t chunks = (x->runs + CHUNK_RUNS - 1) / CHUNK_RUNS, step = (x->runs + chunks - 1) / chunks;
+    for (int64_t first = 0; first < x->runs; first += step) {
+        const int64_t runs = smaller(step, x->runs - first), columns = runs * RUN;
         VARIANT(unpack_chunk)(p->w, row, count, first, runs, c);
         for (int64_t t = 0; t < tokens; t += TOKENS)
             for (int64_t r = 0; r < count; r += ROWS) {

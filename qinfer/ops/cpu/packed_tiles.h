@@ -244,8 +244,10 @@ static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token
     if (count <= ROWS)
         memset(&c, 0, sizeof c);
     memset(sums, 0, sizeof sums);
-    for (int64_t first = 0; first < l.runs; first += CHUNK_RUNS) {
-        const int64_t runs = smaller(CHUNK_RUNS, l.runs - first);
+    const int64_t chunks = (l.runs + CHUNK_RUNS - 1) / CHUNK_RUNS;
+    const int64_t step = ((l.runs + chunks - 1) / chunks + 3) / 4 * 4; /* of whole spans */
+    for (int64_t first = 0; first < l.runs; first += step) {
+        const int64_t runs = smaller(step, l.runs - first);
         VARIANT(unpack_chunk)(p, &l, row, count, first, runs, x->span_runs, &c);
         for (int64_t t = 0; t < tokens; t += TILE)
             VARIANT(many_tile)(&c, first, runs, x, token + t, sums + t);

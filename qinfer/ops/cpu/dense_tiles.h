@@ -26,26 +26,39 @@ INLINE void VARIANT(look_up)(const float *code, v8 scale, const uint8_t *nibbles
 #endif
 }
 
-/* The 32 weights of run `run` of a row; a dense one's last run may be short, the rest is zero. */
-INLINE void VARIANT(unpack)(const weight *w, int64_t row, int64_t run, v8 to[4], int kind)
+/* The 32 weights of a run of a row, whose bytes are at `data`. */
+INLINE void VARIANT(unpack)(const weight *w, const uint8_t *data, int64_t row, int64_t run, v8 to[4], int kind)
 {
-    const int64_t size = kind == FP32 ? 4 : 2, left = w->columns - run * RUN;
-    const uint8_t *data = w->data + row * w->row_bytes + run * run_bytes(kind);
-    uint8_t rest[4 * RUN] = {0};
-    if (kind == NF4) {
-        const v8 scale = VARIANT(splat)(w->absmax[(row * w->columns + run * RUN) / w->group]);
-        VARIANT(look_up)(w->code, scale, data, to);
+    if (kind == NF4) { /* groups are powers of two */
+        const int64_t group = (row * w->columns + run * RUN) >> __builtin_ctzll((uint64_t)w->group);
+        VARIANT(look_up)(w->code, VARIANT(splat)(w->absmax[group]), data, to);
         return;
     }
-    if (left < RUN)
-        data = memcpy(rest, data, (size_t)(left * size));
     for (int i = 0; i < 4; i++)
         to[i] = kind == FP32   ? VARIANT(load)((const float *)data + 8 * i)
                 : kind == FP16 ? VARIANT(load_fp16)((const uint16_t *)data + 8 * i)
                                : VARIANT(load_bf16)((const uint16_t *)data + 8 * i);
 }
 
+/* Where a run's bytes are; those of a last one that is short are copied to `rest`, with zeros behind. */
+static const uint8_t *VARIANT(run_at)(const weight *w, int64_t row, int64_t run, uint8_t rest[4 * RUN])
+{
+    const uint8_t *data = w->data + row * w->row_bytes + run * run_bytes(w->kind);
+    const int64_t left = w->columns - run * RUN;
+    if (left >= RUN)
+        return data;
+    memset(rest, 0, 4 * RUN);
+    return memcpy(rest, data, (size_t)(left * run_bytes(w->kind) / RUN));
+}
+
 /* ---- a few tokens: weights are read once, and unpacked in registers ---- */
+
+INLINE void VARIANT(add_run)(const v8 weights[4], const float *x, int64_t stride, v8 *sums, int tokens)
+{
+    for (int i = 0; i < 4; i++)
+        for (int t = 0; t < tokens; t++)
+            sums[t] = VARIANT(madd)(weights[i], VARIANT(load)(x + t * stride + 8 * i), sums[t]);
+}
 
 INLINE void VARIANT(few_tile)(const weight *w, int64_t row, const input *x, int64_t token,
                               float (*out)[GRAIN], int kind, int rows, int tokens)
@@ -56,15 +69,21 @@ INLINE void VARIANT(few_tile)(const weight *w, int64_t row, const input *x, int6
     for (int r = 0; r < rows; r++)
         for (int t = 0; t < tokens; t++)
             sums[r][t] = VARIANT(splat)(0);
-    for (int64_t run = 0; run < x->runs; run++, from += RUN)
+    const int64_t whole = w->columns / RUN, bytes = run_bytes(kind), row_bytes = w->row_bytes;
+    const uint8_t *data = w->data + row * row_bytes;
+    for (int64_t run = 0; run < whole; run++, from += RUN, data += bytes)
         for (int r = 0; r < rows; r++) {
             v8 weights[4];
-            __builtin_prefetch(w->data + (row + r + ROWS) * w->row_bytes + run * run_bytes(kind));
-            VARIANT(unpack)(w, row + r, run, weights, kind);
-            for (int i = 0; i < 4; i++)
-                for (int t = 0; t < tokens; t++)
-                    sums[r][t] = VARIANT(madd)(weights[i], VARIANT(load)(from + t * stride + 8 * i), sums[r][t]);
+            __builtin_prefetch(data + (r + ROWS) * row_bytes);
+            VARIANT(unpack)(w, data + r * row_bytes, row + r, run, weights, kind);
+            VARIANT(add_run)(weights, from, stride, sums[r], tokens);
         }
+    for (int r = 0; whole < x->runs && r < rows; r++) {
+        uint8_t rest[4 * RUN];
+        v8 weights[4];
+        VARIANT(unpack)(w, VARIANT(run_at)(w, row + r, whole, rest), row + r, whole, weights, kind);
+        VARIANT(add_run)(weights, from, stride, sums[r], tokens);
+    }
     for (int r = 0; r < rows; r++)
         for (int t = 0; t < tokens; t++)
             out[t][r] = VARIANT(sum)(sums[r][t]);
@@ -109,8 +128,10 @@ INLINE void VARIANT(unpack_rows)(const weight *w, int64_t row, int64_t count, in
 {
     for (int64_t r = 0; r < count; r++)
         for (int64_t run = 0; run < runs; run++) {
+            uint8_t rest[4 * RUN];
             v8 weights[4];
-            VARIANT(unpack)(w, row + r, first + run, weights, kind);
+            const uint8_t *data = VARIANT(run_at)(w, row + r, first + run, rest);
+            VARIANT(unpack)(w, data, row + r, first + run, weights, kind);
             for (int i = 0; i < 4; i++)
                 VARIANT(store)(to[r] + run * RUN + 8 * i, weights[i]);
         }

@@ -9,22 +9,39 @@
 #ifdef HAVE_X86_VARIANTS
 #define VARIANT_IS_AVX2
 
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
+#endif
 #define VARIANT(name) name##_avx2
 #include "vectors.h"
 #include CODE
 #undef VARIANT
+#ifdef __clang__
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 
 #define VARIANT_IS_AVX512_VNNI
+#ifdef __clang__
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,f16c,avx512vl,avx512bw,avx512dq,avx512vnni"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512vl,avx512bw,avx512dq,avx512vnni")
+#endif
 #define VARIANT(name) name##_avx512_vnni
 #include "vectors.h"
 #include CODE
 #undef VARIANT
+#ifdef __clang__
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 #undef VARIANT_IS_AVX512_VNNI
 
 #undef VARIANT_IS_AVX2

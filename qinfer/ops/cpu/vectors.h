@@ -174,9 +174,9 @@ INLINE v8 VARIANT(max)(v8 a, v8 b)
 /* The largest and the sum of the lanes, the sum always in this order. */
 INLINE float VARIANT(largest)(v8 x)
 {
-    x = VARIANT(max)(x, __builtin_shuffle(x, (v8i){4, 5, 6, 7, 0, 1, 2, 3}));
-    x = VARIANT(max)(x, __builtin_shuffle(x, (v8i){2, 3, 0, 1, 6, 7, 4, 5}));
-    return VARIANT(max)(x, __builtin_shuffle(x, (v8i){1, 0, 3, 2, 5, 4, 7, 6}))[0];
+    x = VARIANT(max)(x, (v8){x[4], x[5], x[6], x[7], x[0], x[1], x[2], x[3]});
+    x = VARIANT(max)(x, (v8){x[2], x[3], x[0], x[1], x[6], x[7], x[4], x[5]});
+    return VARIANT(max)(x, (v8){x[1], x[0], x[3], x[2], x[5], x[4], x[7], x[6]})[0];
 }
 
 INLINE float VARIANT(sum)(v8 x)

@@ -13,7 +13,7 @@ typedef struct {
     int32_t kind;
     int32_t scale_is_fp16; /* of INT4 and INT8; else bf16 */
     int64_t rows, columns;
-    int64_t group;         /* columns that share a scale, or a block of NF4; else all */
+    int64_t group;         /* columns that share a scale, or a block of NF4, a power of 2; else all */
     int64_t row_bytes;     /* of data that lies as it does on disk */
     uint8_t *data;         /* INT4 and INT8: as packed.c lays it out */
     const float *absmax;   /* NF4: [rows * columns / group] */

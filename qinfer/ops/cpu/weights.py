@@ -131,8 +131,8 @@ def _describe_dense(data: Tensor) -> kernels.Weight | None:
 
 def _describe_nf4(weight: NF4Weight) -> kernels.Weight | None:
     rows, columns = weight.shape
-    if columns % weight.block_size or weight.block_size % 32:
-        return None  # blocks span rows
+    if columns % weight.block_size or weight.block_size % 32 or weight.block_size.bit_count() != 1:
+        return None  # blocks span rows, or are of a size that no library writes
     if weight.code.shape != (16,) or weight.code.dtype != torch.float32:
         return None
     if not all(t.is_contiguous() for t in (weight.packed, weight.absmax, weight.code)):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from qinfer.config import ACTIVATIONS
 from qinfer.ops.cpu import kernels
 from qinfer.ops.cpu.ops import CPUOps
-from qinfer.ops.cpu.weights import NativeWeight, PackedWeight
+from qinfer.ops.cpu.weights import Arena, NativeWeight, PackedWeight
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant import affine, nf4
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
@@ -512,6 +513,22 @@ def test_another_device_gets_the_weight_without_kernels(build, weight):
     moved = as_native(weight).to(torch.device("cpu"))
     assert type(moved) is type(weight)
     assert torch.equal(moved.rows(0, 1), weight.rows(0, 1))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="areas are listed in /proc")
+def test_repacked_weights_may_be_in_huge_pages():
+    """Their area is marked so, and is not shared, which the system would not give huge pages."""
+    at = Arena().take(64).data_ptr()
+    found = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        area = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ", line)
+        if area:
+            start, stop = (int(n, 16) for n in area.groups()[:2])
+            inside, permissions = start <= at < stop, area[3]
+        elif inside and line.startswith("VmFlags"):
+            found = {"permissions": permissions, "flags": line.split()}
+    assert found["permissions"] == "rw-p"
+    assert "hg" in found["flags"]
 
 
 @needs_compiler

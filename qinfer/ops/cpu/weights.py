@@ -32,12 +32,19 @@ class Arena:
         """uint8 [nbytes], aligned to a cache line and not initialized."""
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._rest):
-            memory = mmap.mmap(-1, max(size, _ARENA_BYTES))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._rest = torch.frombuffer(memory, dtype=torch.uint8)
+            self._rest = torch.frombuffer(_map(max(size, _ARENA_BYTES)), dtype=torch.uint8)
         taken, self._rest = self._rest[:nbytes], self._rest[size:]
         return taken
+
+
+def _map(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, size)
+    # Not shared, as is the default: shared memory is not given in huge pages.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class NativeWeight:

@@ -518,8 +518,8 @@ def test_another_device_gets_the_weight_without_kernels(build, weight):
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="areas are listed in /proc")
 def test_repacked_weights_may_be_in_huge_pages():
     """Their area is marked so, and is not shared, which the system would not give huge pages."""
-    at = Arena().take(64).data_ptr()
-    found = {}
+    taken = Arena().take(64)
+    at, found = taken.data_ptr(), {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         area = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ", line)
         if area:

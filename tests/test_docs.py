@@ -73,7 +73,8 @@ def test_every_example_is_a_call_that_qinfer_understands(arguments):
     while isinstance(command, click.Group) and arguments and arguments[0] in command.commands:
         command, arguments = command.commands[arguments[0]], arguments[1:]
     assert command is not cli or arguments, "names no command"
-    command.make_context("qinfer", list(arguments))  # raises on wrong usage, and runs nothing
+    parent = None if command is cli else click.Context(cli, **cli.context_settings)
+    command.make_context("qinfer", list(arguments), parent=parent)  # raises, and runs nothing
 
 
 @pytest.mark.parametrize("name", cli.commands)

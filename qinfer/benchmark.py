@@ -6,11 +6,8 @@ already, or new tokens behind them, of one or many sequences at once. Nothing he
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import platform
 import random
-import re
 import statistics
 import time
 from collections import Counter
@@ -27,7 +24,7 @@ from qinfer import ops
 from qinfer.cache.paged import CacheLayout, PagedCache
 from qinfer.cache.tables import blocks_for
 from qinfer.checkpoint.safetensors import Checkpoint
-from qinfer.config import ModelConfig, read_json
+from qinfer.config import ModelConfig
 from qinfer.engine.assembly import weights_bytes
 from qinfer.engine.engine import STEP_TOKENS, Engine
 from qinfer.engine.memory import default_budget, forget_peak, peak_bytes, workspace_bytes
@@ -36,6 +33,7 @@ from qinfer.errors import QInferError
 from qinfer.generation import LanguageModel
 from qinfer.models.architectures import linear_shapes
 from qinfer.ops.bandwidth import read_bandwidth
+from qinfer.ops.cpu.threads import processor_name
 from qinfer.quant.kv import BLOCK_TOKENS, KVFormat
 from qinfer.sampling import SamplingParams
 
@@ -45,7 +43,6 @@ PROMPT_TOKENS = 512
 Phase = Literal["prefill", "decode"]
 
 _LESS = "Lower --batch or --depth, or use --kv-bits 8 or 4."
-_CPUINFO = Path("/proc/cpuinfo")
 _GREEDY = SamplingParams(temperature=0)
 
 
@@ -134,16 +131,6 @@ class Result:
         """Bytes that decoding reads per second."""
         per_token = self.bytes_per_token
         return None if per_token is None else per_token * self.tokens_per_s.median
-
-
-def read_config(directory: Path) -> ModelConfig:
-    """The configuration of a model directory.
-
-    Raises:
-        QInferError: The directory holds no model that is covered.
-    """
-    raw = read_json(directory / "config.json")
-    return ModelConfig.from_dict(raw, origin=str(directory / "config.json"))
 
 
 def cases_of(
@@ -448,13 +435,7 @@ def limit_bytes_per_s(device: str) -> float:
 
 def device_name(device: torch.device) -> str:
     """What the processor is called."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):  # Linux
-        match = re.search(r"^model name\s*: *(.+)$", _CPUINFO.read_text(), re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def seen_tokens(first: int, count: int, window: int | None) -> int:

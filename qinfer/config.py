@@ -74,6 +74,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
+    def read(cls, directory: Path) -> ModelConfig:
+        """Read a model directory's `config.json`.
+
+        Raises:
+            CheckpointError: It is missing, or a key is missing or has an impossible value.
+            UnsupportedModelError: The architecture, rope type or activation is not covered.
+        """
+        path = directory / "config.json"
+        return cls.from_dict(read_json(path), origin=str(path))
+
+    @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, origin: str = "config.json") -> ModelConfig:
         """Read a parsed `config.json`.
 

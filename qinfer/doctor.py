@@ -147,7 +147,7 @@ def processor() -> Finding:
     if omp:
         notes.append(f"OMP_NUM_THREADS is {omp}")
     facts = {
-        "model": _processor_name(),
+        "model": threads.processor_name(),
         "machine": platform.machine(),
         "usable_cores": cores,
         "usable_processors": allowed,
@@ -160,13 +160,6 @@ def processor() -> Finding:
         hint = f"Unset OMP_NUM_THREADS, or pass --threads {cores}."
         return Finding("CPU", "warning", text, hint, facts)
     return Finding("CPU", "ok", text, facts=facts)
-
-
-def _processor_name() -> str:
-    lines = (_read("proc/cpuinfo") or "").splitlines()
-    fields = (line.partition(":") for line in lines)
-    named = (value.strip() for name, _, value in fields if name.strip() == "model name")
-    return next(filter(None, named), platform.processor() or platform.machine() or "unknown")
 
 
 def kernels() -> Finding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
-from qinfer.config import ModelConfig, read_json
+from qinfer.config import ModelConfig
 from qinfer.engine.evaluation import Comparison, Progress, Subject, Window, compare, perplexity
 from qinfer.errors import PromptError, QInferError
 from qinfer.generation import LanguageModel
@@ -39,9 +39,7 @@ def default_window(directory: Path, *, most: int = WINDOW_TOKENS) -> int:
     Raises:
         QInferError: The directory holds no model that is covered.
     """
-    raw = read_json(directory / "config.json")
-    config = ModelConfig.from_dict(raw, origin=str(directory / "config.json"))
-    return min(most, config.max_position_embeddings)
+    return min(most, ModelConfig.read(directory).max_position_embeddings)
 
 
 def windows_of(

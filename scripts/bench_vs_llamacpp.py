@@ -35,6 +35,7 @@ import torch
 from llamacpp import build, find_tool
 
 from qinfer.engine.engine import Engine
+from qinfer.engine.sequence import Sequence as EngineSequence
 from qinfer.errors import QInferError
 from qinfer.generation import LanguageModel
 from qinfer.ops.cpu.threads import default_threads
@@ -124,13 +125,7 @@ def time_qinfer(directory: Path, measure: Measure) -> float:
 def prefill(engine: Engine, prompt_ids: Sequence[int]) -> float:
     """Seconds from a prompt to its first token."""
     start = time.perf_counter()
-    sequence = engine.add(prompt_ids, SamplingParams(temperature=0), 1)
-    while sequence.finish_reason is None:
-        engine.step()
-    seconds = time.perf_counter() - start
-    if sequence.error is not None:
-        raise sequence.error
-    return seconds
+    return finish(engine, engine.add(prompt_ids, SamplingParams(temperature=0), 1)) - start
 
 
 def decode(engine: Engine, prompt_ids: Sequence[int], new_tokens: int) -> float:
@@ -139,12 +134,17 @@ def decode(engine: Engine, prompt_ids: Sequence[int], new_tokens: int) -> float:
     while not sequence.new_tokens and sequence.finish_reason is None:
         engine.step()
     start = time.perf_counter()
+    return finish(engine, sequence) - start
+
+
+def finish(engine: Engine, sequence: EngineSequence) -> float:
+    """Run a sequence to its end; the time then."""
     while sequence.finish_reason is None:
         engine.step()
-    seconds = time.perf_counter() - start
+    end = time.perf_counter()
     if sequence.error is not None:
         raise sequence.error
-    return seconds
+    return end
 
 
 def run_qinfer(args: argparse.Namespace, name: str) -> float:

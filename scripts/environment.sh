@@ -29,7 +29,7 @@ environment() {
       return 1
     fi
   fi
-  wanted=$(cat pyproject.toml scripts/constraints.txt qinfer/ops/cpu/*.c | cksum)
+  wanted=$(cat pyproject.toml scripts/constraints.txt qinfer/ops/cpu/*.[ch] | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing into .venv (once) ..." >&2
     local pip=".venv/bin/python -m pip --disable-pip-version-check install -q -c scripts/constraints.txt"

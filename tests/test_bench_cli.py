@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 from qinfer import benchmark
+from qinfer.config import ModelConfig
 from qinfer.errors import QInferError
 from qinfer_cli import results
 from tests.test_cli import assert_one_error, run
@@ -52,7 +53,7 @@ def no_run(monkeypatch):
     def fail(*_):
         raise AssertionError("the model was looked at")
 
-    monkeypatch.setattr(benchmark, "read_config", fail)
+    monkeypatch.setattr(ModelConfig, "read", fail)
 
 
 def bench(model, *arguments, **options):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from qinfer import benchmark
 from qinfer.benchmark import Benchmark, Case, Spread, cases_of, require_memory
 from qinfer.cache.paged import CacheLayout, PagedCache
+from qinfer.config import ModelConfig
 from qinfer.engine import memory
 from qinfer.errors import NumericsError, QInferError
 from qinfer.generation import LanguageModel
@@ -111,7 +112,7 @@ class TestCounts:
         assert benchmark.prefill_operations(llama.config, 32, 10) == linear + head + deeper
 
     def test_operations_end_at_a_window(self, tiny_model):
-        config = benchmark.read_config(tiny_model("mistral"))
+        config = ModelConfig.read(tiny_model("mistral"))
         linear = 2 * 4 * 3 * (2 * 64 * 96 + 2 * 64 * 48 + 3 * 64 * 96)
         attention = 3 * 4 * (4 * 24) * 4 * 16
         expected = linear + 2 * 320 * 64 + attention
@@ -131,7 +132,7 @@ class TestCounts:
         assert found == [float(n) for n in expected]
 
     def test_bytes_end_at_a_window(self, tiny_model):
-        config = benchmark.read_config(tiny_model("qwen2-window"))  # of 16, in 2 of 3 layers
+        config = ModelConfig.read(tiny_model("qwen2-window"))  # of 16, in 2 of 3 layers
         case = Case("decode", 1, 64, 1, KVFormat(16, 16))
         found = benchmark.bytes_per_token(config, case, 0)
         assert found == 2 * 2 * 16 * 2 * (66 + 16 + 16)

@@ -19,25 +19,15 @@ from qinfer.config import ModelConfig, read_json
 from qinfer.engine import memory
 from qinfer.ops.cpu import kernels, threads
 from qinfer.quant.kv import KVFormat
+from tests.fake_machine import FakeMachine
 from tests.test_cli import assert_one_error, run
 
 SECRET = "hf_thisMustNotBeShown"
 GIB = 1 << 30
 
 
-class Machine:
+class Machine(FakeMachine):
     """A Linux machine without faults, of which tests take parts away."""
-
-    def __init__(self, root, monkeypatch):
-        self.root, self.patch = root, monkeypatch
-
-    def write(self, path, text):
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-    def remove(self, path):
-        shutil.rmtree(self.root / path)
 
     def library(self, variant):
         """None: not built. An exception: raised when it is loaded."""

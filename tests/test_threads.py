@@ -8,18 +8,11 @@ import torch
 
 from qinfer.ops.cpu import threads
 from qinfer.ops.cpu.threads import default_threads, quota, set_threads, usable_cores
+from tests.fake_machine import FakeMachine
 
 
-class Machine:
-    """Files of a machine under a root of its own."""
-
-    def __init__(self, root, monkeypatch):
-        self.root, self.patch = root, monkeypatch
-
-    def write(self, path, text):
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n")
+class Machine(FakeMachine):
+    """Its processors, and what a process may use of them."""
 
     def affinity(self, *cpus):
         self.patch.setattr(os, "sched_getaffinity", lambda pid: set(cpus), raising=False)

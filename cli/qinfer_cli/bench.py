@@ -197,11 +197,12 @@ def _prepare(options: dict[str, Any]) -> tuple[Benchmark, list[Case], float]:
     import numpy  # noqa: F401  (loaded by torch, it would swallow a Ctrl-C)
 
     from qinfer import benchmark
+    from qinfer.config import ModelConfig
     from qinfer.ops.cpu.threads import set_threads
     from qinfer.quant.kv import KVFormat
 
     set_threads(options["threads"])
-    config, asked = benchmark.read_config(directory), options["kv_bits"]
+    config, asked = ModelConfig.read(directory), options["kv_bits"]
     cases = benchmark.cases_of(
         config,
         [KVFormat(*bits) for bits in asked] if asked else [KVFormat.stored(directory)],

@@ -47,7 +47,7 @@ void check_linear(unsigned *seed)
     const made m = new_weight(seed, (int)random_below(seed, 6));
     float *x = random_floats(seed, TOKENS * m.w.columns);
     float *y = malloc(TOKENS * ROWS * sizeof *y), *z = malloc(TOKENS * ROWS * sizeof *z);
-    void *workspace = malloc((size_t)qinfer_linear_bytes(TOKENS, m.w.columns));
+    void *workspace = malloc((size_t)qinfer_input_bytes(TOKENS, m.w.columns));
     const product p = {.w = &m.w, .out = y, .stride = ROWS}, again = {.w = &m.w, .out = z, .stride = ROWS};
     qinfer_linear(&p, x, TOKENS, workspace, 1);
     qinfer_linear(&again, x, TOKENS, workspace, 1 + (int)random_below(seed, 5));

@@ -7,6 +7,7 @@
  */
 #include "attention.h"
 
+#include "bounds.h"
 #include "pool.h"
 #include "variants.h"
 
@@ -35,9 +36,6 @@ typedef struct {
     float queries[MAX_ROWS * MAX_HEAD_DIM], mixed[MAX_ROWS * MAX_HEAD_DIM];
     float most[MAX_ROWS], total[MAX_ROWS][8]; /* the total in 8 parts */
 } state;
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Whether all of some queries see all of a block. */
 static int sees_all(const work *w, const tile *b, int64_t first_query, int64_t last_query)

@@ -4,6 +4,7 @@
  * whole layer takes a few tenths of a millisecond.
  */
 #include "attention.h"
+#include "bounds.h"
 #include "pool.h"
 #include "weight.h"
 
@@ -37,8 +38,6 @@ typedef struct {
 
 enum { TOKENS_A_PASS = 4 };
 
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 static int64_t all_heads(const block *b) { return (b->heads + 2 * b->kv_heads) * b->head_dim; }
 
 /* Floats beside an input: queries, keys, values and what attention mixes; or gate and up. */
@@ -51,7 +50,7 @@ static int64_t floats_of(const block *b)
 int64_t qinfer_block_bytes(const block *b, int64_t tokens)
 {
     const int64_t widest = larger(larger(b->hidden, b->intermediate), b->heads * b->head_dim);
-    return tokens * floats_of(b) * (int64_t)sizeof(float) + input_bytes(tokens, widest);
+    return tokens * floats_of(b) * (int64_t)sizeof(float) + qinfer_input_bytes(tokens, widest);
 }
 
 static product product_of(const projection *p, float *out, int64_t stride, int adds)
@@ -70,7 +69,7 @@ static void rotate_pass(const void *job, int64_t pass)
     const rotation *r = job;
     const block *b = r->b;
     const int64_t half = b->head_dim / 2, begin = pass * TOKENS_A_PASS, end = begin + TOKENS_A_PASS;
-    for (int64_t t = begin; t < (end < r->s->tokens ? end : r->s->tokens); t++) {
+    for (int64_t t = begin; t < smaller(end, r->s->tokens); t++) {
         float *q = r->qkv + t * all_heads(b);
         const float *cos = r->s->cos ? r->s->cos + t * half : NULL, *sin = cos ? r->s->sin + t * half : NULL;
         rotate_heads(q, b->heads, half, b->q_norm.weight ? &b->q_norm : NULL, cos, sin);

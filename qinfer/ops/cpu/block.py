@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -39,7 +38,7 @@ class Passes:
         x: Tensor,
         rotation: Rotation,
         batch: Batch,
-        workspace_bytes: Callable[[], int],
+        workspace_bytes: Callable[[int], int],
     ) -> kernels.Step:
         """The description of a pass, whose arguments are kept until the next one."""
         last, memory = self._last, self._workspace.memory
@@ -50,7 +49,7 @@ class Passes:
         ):
             return last.step
         cos, sin = rotation or (None, None)
-        memory = self._workspace.at_least(workspace_bytes())
+        memory = self._workspace.at_least(workspace_bytes(len(x)))
         step = kernels.Step(
             tokens=x.shape[0],
             threads=self._threads,
@@ -89,7 +88,7 @@ class NativeBlock:
             self._layer, self._cache = layer, kernels.Cache.of(layer) if fits else None
         if self._cache is None or not x.is_contiguous():
             return None
-        step = self._passes.describe(x, rotation, batch, partial(self._workspace_bytes, len(x)))
+        step = self._passes.describe(x, rotation, batch, self._workspace_bytes)
         if not self._library.qinfer_block(self._description, self._cache, step):
             raise MemoryError(f"no memory for attention over {len(batch.starts)} sequences")
         return x

@@ -4,12 +4,11 @@
  * of addition: 8 sums per row, of every eighth column each, that are added up in the end. A result depends
  * neither on the other rows and tokens, nor on the number of threads.
  */
+#include "bounds.h"
 #include "variants.h"
 #include "weight.h"
 
 enum { TOKENS = 3, ROWS = 4, FEW_TOKENS = 6, CHUNK_RUNS = 10 };
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t run_bytes(int kind)
 {

@@ -108,7 +108,7 @@ INLINE void VARIANT(few_of_kind)(const product *p, const input *x, int64_t row, 
         VARIANT(few_rows)(p, x, row + r, (float(*)[GRAIN])(out[0] + r), kind, ROWS);
     for (; r < count; r++)
         VARIANT(few_rows)(p, x, row + r, (float(*)[GRAIN])(out[0] + r), kind, 1);
-    put(p, 0, row, count, x->tokens, out[0], GRAIN);
+    put(p, 0, row, count, x->tokens, out);
 }
 
 static void VARIANT(few_tokens)(const product *p, const input *x, int64_t row, int64_t count)
@@ -197,5 +197,5 @@ static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t r = 0; r < count; r++)
             out[t][r] = VARIANT(sum)(sums[t][r]);
-    put(p, token, row, count, tokens, out[0], GRAIN);
+    put(p, token, row, count, tokens, out);
 }

@@ -203,7 +203,7 @@ def load(path: str) -> ctypes.CDLL:
     count, to = ctypes.c_int, ctypes.POINTER
     signatures = {
         "linear": (None, [to(Product), _pointer, _int64, _pointer, count]),
-        "linear_bytes": (_int64, [_int64, _int64]),
+        "input_bytes": (_int64, [_int64, _int64]),
         "packed_bytes": (_int64, [to(Weight)]),
         "repack": (None, [to(Weight), _pointer, _pointer, count]),
         "attention": (count, [to(_Attention)]),
@@ -262,7 +262,7 @@ def linear(
     x = x.contiguous()
     tokens, columns = x.shape
     y = torch.empty(tokens, weight.rows)
-    memory = workspace.at_least(kernels.qinfer_linear_bytes(tokens, columns))
+    memory = workspace.at_least(kernels.qinfer_input_bytes(tokens, columns))
     product = Product(
         weight=ctypes.pointer(weight),
         bias=address(bias),

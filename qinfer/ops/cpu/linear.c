@@ -1,4 +1,5 @@
 /* Products of several weights with one input: rows of the weights are shared out among the threads. */
+#include "bounds.h"
 #include "pool.h"
 #include "weight.h"
 
@@ -14,7 +15,7 @@ static int form_of(const weight *w) { return w->kind == NF4 ? SPLIT : w->kind >=
 
 static int64_t runs_of(int64_t columns) { return (columns + RUN - 1) / RUN; }
 
-int64_t input_bytes(int64_t tokens, int64_t columns)
+int64_t qinfer_input_bytes(int64_t tokens, int64_t columns)
 {
     const int64_t a_run = RUN * (int64_t)(sizeof(float) + sizeof(int16_t)) + (int64_t)(2 * sizeof(float));
     return (tokens + TILE - 1) * runs_of(columns) * a_run;
@@ -31,9 +32,9 @@ static void prepare_pass(const void *job, int64_t i)
 {
     const preparation *j = job;
     const int64_t begin = i * j->tokens_a_pass, end = begin + j->tokens_a_pass, size = j->from->size;
-    for (int64_t t = begin; t < (end < j->x.tokens ? end : j->x.tokens); t++) {
+    for (int64_t t = begin; t < smaller(end, j->x.tokens); t++) {
         float *to = j->x.floats + t * j->x.runs * RUN;
-        j->from->function(j->from, j->from->x + t * j->from->stride, to);
+        j->from->function(j->from, j->from->x + t * size, to);
         memset(to + size, 0, (size_t)(j->x.runs * RUN - size) * sizeof *to);
         if (j->form == SPLIT)
             split_pairs(&j->x, t);
@@ -50,7 +51,7 @@ static input prepare(const rows *from, const weight *w, void *workspace, int thr
     x->runs = runs_of(from->size);
     x->span_runs = span_runs(w);
     x->spans = (x->runs + x->span_runs - 1) / x->span_runs;
-    x->side = x->tokens < TILE ? x->tokens : TILE;
+    x->side = smaller(x->tokens, TILE);
     const int64_t places = (x->tokens + x->side - 1) / x->side * x->side;
     x->floats = workspace;
     x->units = x->floats + x->tokens * x->runs * RUN;
@@ -81,7 +82,7 @@ static void work_pass(const void *job, int64_t i)
         for (const product *p = j->products; p < j->products + j->count && left; p++) {
             const int64_t grains = grains_of(p);
             for (; grain < grains && left; grain++, left--) {
-                const int64_t row = grain * GRAIN, rest = p->w->rows - row, count = rest < GRAIN ? rest : GRAIN;
+                const int64_t row = grain * GRAIN, count = smaller(p->w->rows - row, GRAIN);
                 (packed ? packed_rows : dense_rows)(p, j->x, token, row, count);
             }
             grain -= grains;
@@ -107,10 +108,7 @@ void multiply(const product *products, int64_t count, const rows *from, void *wo
     }
 }
 
-/* Bytes of workspace that `qinfer_linear` needs. */
-int64_t qinfer_linear_bytes(int64_t tokens, int64_t columns) { return input_bytes(tokens, columns); }
-
-/* One product with x [tokens, columns]. */
+/* One product with x [tokens, columns]; the workspace has qinfer_input_bytes. */
 void qinfer_linear(const product *p, const float *x, int64_t tokens, void *workspace, int threads)
 {
     const rows from = copied(x, tokens, p->w->columns);

@@ -10,6 +10,7 @@
  * the order 0 2 4 6 1 3 5 7, so that a shift and a mask give pairs of neighbours in 16 bits each. At 8
  * bits it is 16 half vectors: bytes 2r and 2r + 1 of number p are row r's columns 2p and 2p + 1.
  */
+#include "bounds.h"
 #include "pool.h"
 #include "variants.h"
 #include "weight.h"
@@ -18,8 +19,6 @@
 #include <stdlib.h>
 
 enum { ROWS = 8, FEW_TOKENS = 8, CHUNK_RUNS = 20, BYTES_AHEAD = 3072 };
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Where things are in a repacked weight. */
 typedef struct {

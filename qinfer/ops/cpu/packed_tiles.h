@@ -159,7 +159,7 @@ INLINE void VARIANT(few_of_kind)(const product *p, const input *x, int64_t row, 
             case 3: VARIANT(few_tile)(p->w, &l, data, x, t, sums[t] + r, kind, 3, one); break;
             default: VARIANT(few_tile)(p->w, &l, data, x, t, sums[t] + r, kind, TILE, one);
             }
-    put(p, 0, row, count, x->tokens, sums[0], GRAIN);
+    put(p, 0, row, count, x->tokens, sums);
 }
 
 static void VARIANT(few_tokens)(const product *p, const input *x, int64_t row, int64_t count)
@@ -252,5 +252,5 @@ static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token
         for (int64_t t = 0; t < tokens; t += TILE)
             VARIANT(many_tile)(&c, first, runs, x, token + t, sums + t);
     }
-    put(p, token, row, count, tokens, sums[0], GRAIN);
+    put(p, token, row, count, tokens, sums);
 }

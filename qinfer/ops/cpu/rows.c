@@ -14,18 +14,18 @@ enum { FLOATS_A_PASS = 1 << 14 };
 
 rows copied(const float *x, int64_t count, int64_t size)
 {
-    return (rows){CHOOSE(copy), x, count, size, .stride = size};
+    return (rows){.function = CHOOSE(copy), .x = x, .count = count, .size = size};
 }
 
 rows normalized(const norm *n, const float *x, int64_t count, int64_t size)
 {
-    return (rows){n->bias ? CHOOSE(layer_norm) : CHOOSE(rms_norm), x, count, size, .stride = size,
+    return (rows){n->bias ? CHOOSE(layer_norm) : CHOOSE(rms_norm), x, count, size,
                   .weight = n->weight, .bias = n->bias, .eps = (float)n->eps};
 }
 
 rows activated(int kind, const float *x, const float *up, int64_t count, int64_t size)
 {
-    return (rows){CHOOSE(activate_row), x, count, size, .stride = size, .kind = kind, .up = up};
+    return (rows){CHOOSE(activate_row), x, count, size, .kind = kind, .up = up};
 }
 
 void rotate_heads(float *x, int64_t heads, int64_t half, const norm *n, const float *cos, const float *sin)
@@ -51,7 +51,7 @@ static void pass(const void *job, int64_t i)
     const rows *c = w->from;
     const int64_t begin = i * w->rows_a_pass, end = begin + w->rows_a_pass;
     for (int64_t row = begin; row < (end < c->count ? end : c->count); row++)
-        c->function(c, c->x + row * c->stride, w->y + row * c->size);
+        c->function(c, c->x + row * c->size, w->y + row * c->size);
 }
 
 static void run(rows c, float *y, int threads)

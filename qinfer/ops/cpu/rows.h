@@ -10,8 +10,8 @@ enum { SILU, GELU, GELU_TANH, RELU }; /* as in kernels.py */
 typedef struct rows rows;
 struct rows {
     void (*function)(const rows *, const float *x, float *y);
-    const float *x;             /* [count, stride], of which `size` are read */
-    int64_t count, size, stride;
+    const float *x;             /* [count, size] */
+    int64_t count, size;
     const float *weight, *bias; /* [size]: of norms */
     const float *up;            /* like x: what the activation is multiplied with, or NULL */
     float eps;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,14 @@ def quota() -> float:
     """Processors' worth of time that the control groups around this process grant; or infinity."""
     limits = (limit for group in _groups() if (limit := _limit(group)) is not None)
     return min(limits, default=math.inf)
+
+
+def processor_name() -> str:
+    """What the processor is called, as far as the system says."""
+    lines = (_read(_ROOT / "proc/cpuinfo") or "").splitlines()
+    fields = (line.partition(":") for line in lines)
+    named = (value.strip() for name, _, value in fields if name.strip() == "model name")
+    return next(filter(None, named), platform.processor() or platform.machine() or "unknown")
 
 
 def _siblings(cpu: int) -> str | None:

@@ -22,7 +22,6 @@ typedef int32_t v8i __attribute__((vector_size(32)));
 typedef int16_t v16s __attribute__((vector_size(32)));
 typedef uint16_t v16u __attribute__((vector_size(32)));
 typedef float v8_in_memory __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t v8i_in_memory __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int16_t v16s_in_memory __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint16_t v16u_in_memory __attribute__((vector_size(32), aligned(1), may_alias));
 

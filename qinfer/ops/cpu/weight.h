@@ -51,14 +51,14 @@ static inline int64_t place_of(const input *x, int64_t token, int64_t parts, int
     return (token / x->side * parts + part) * x->side + token % x->side;
 }
 
-/* Add sums [tokens][from_stride] of some rows to where they belong. */
+/* Put sums of some rows with some tokens where they belong. */
 static inline void put(const product *p, int64_t token, int64_t row, int64_t rows, int64_t tokens,
-                       const float *from, int64_t from_stride)
+                       float (*sums)[GRAIN])
 {
-    for (int64_t t = 0; t < tokens; t++, from += from_stride) {
+    for (int64_t t = 0; t < tokens; t++) {
         float *to = p->out + (token + t) * p->stride + row;
         for (int64_t r = 0; r < rows; r++) {
-            const float sum = p->bias ? from[r] + p->bias[row + r] : from[r];
+            const float sum = p->bias ? sums[t][r] + p->bias[row + r] : sums[t][r];
             to[r] = p->adds ? to[r] + sum : sum;
         }
     }
@@ -76,7 +76,7 @@ void split_pairs(const input *x, int64_t token);
 int64_t span_runs(const weight *w);
 
 /* Bytes of workspace that `multiply` needs for one input. */
-int64_t input_bytes(int64_t tokens, int64_t columns);
+int64_t qinfer_input_bytes(int64_t tokens, int64_t columns);
 
 /* Compute products that share an input, which `from` yields row by row. */
 void multiply(const product *products, int64_t count, const rows *from, void *workspace, int threads);

@@ -350,6 +350,12 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(self.seed)
         self._history = _History(params.no_repeat_ngram_size)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the likeliest token, whatever came before."""
+        p = self.params
+        return (p.temperature, p.repetition_penalty, p.no_repeat_ngram_size) == (0, None, None)
+
     def sample(self, logits: Tensor, token_ids: Sequence[int]) -> int:
         """Choose the next token: penalties, temperature, top-k, top-p, min-p, draw.
 
@@ -369,10 +375,14 @@ class Sampler:
         if logits.dim() != 1:
             raise ValueError(f"logits must be [vocab], got {list(logits.shape)}")
         scores = logits.detach()[: self.vocab_size].to("cpu", torch.float32)
-        _require_finite_peak(scores, "the model's logits")
-        scores = self._penalize(scores, token_ids)
+        if not self.is_greedy:
+            _require_finite_peak(scores, "the model's logits")
+            scores = self._penalize(scores, token_ids)
         if self.params.temperature == 0:
-            return int(scores.numpy().argmax())  # torch's takes ten times as long
+            token = int(scores.numpy().argmax())  # of a NaN if there is one; torch's is slower
+            if not math.isfinite(scores[token]):
+                _require_finite_peak(scores, "the model's logits")
+            return token
         ids, scores = self._filter(scores)
         uniform = float(torch.rand((), dtype=torch.float64, generator=self._generator))
         index = draw(scores, uniform)

@@ -29,6 +29,7 @@ class Case:
     window: int | None = None
     sinks: int = 0
     seed: int = 0
+    softcap: float | None = None
 
     def __post_init__(self):
         generator = torch.Generator().manual_seed(self.seed)
@@ -77,7 +78,9 @@ class Case:
                 torch.cat([x[s][part] for (s, _), part in zip(step, parts, strict=True)])
                 for x in (self.q, self.k, self.v)
             )
-            mixed = ops.attention(q, k, v, layer, batch, scale=self.head_dim**-0.5)
+            mixed = ops.attention(
+                q, k, v, layer, batch, scale=self.head_dim**-0.5, softcap=self.softcap
+            )
             for (s, n), part, piece in zip(
                 step, parts, mixed.split([n for _, n in step]), strict=True
             ):
@@ -130,6 +133,8 @@ def dense(case, s):
         group = case.heads // case.kv_heads
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         scores = torch.einsum("hd,khd->hk", case.q[s][p], keys) * case.head_dim**-0.5
+        if case.softcap is not None:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
         out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values))
     return torch.stack(out)
 
@@ -171,6 +176,25 @@ def test_the_kernel_computes_and_stores_what_the_reference_does(build, bits, win
         a, b = getattr(native, side), getattr(cache, side)
         for x, y in zip(a.tensors(), b.tensors(), strict=True):
             assert torch.equal(x.nan_to_num(77), y.nan_to_num(77))
+
+
+@pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 4)])
+def test_scores_are_bounded_smoothly(build, bits, softcap):
+    case = Case([1, 33, 90], bits=bits, window=40, softcap=softcap)
+    expected, _ = case.run(REFERENCE, case.random_steps(5))
+    out, _ = case.run(CPUOps(), case.random_steps(5))
+    for s, length in enumerate(case.lengths):
+        torch.testing.assert_close(expected[s], dense(case, s), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out[s], expected[s], atol=2e-5, rtol=1e-5)
+        assert out[s].shape[0] == length
+
+
+def test_scores_far_beyond_the_bound_do_not_overflow(build):
+    case = Case([40], softcap=1.0)
+    case.q[0].mul_(1e4)
+    out, _ = case.run(CPUOps(), case.at_once())
+    torch.testing.assert_close(out[0], dense(case, 0), atol=1e-3, rtol=1e-3)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,4 +1,4 @@
-"""A block in one call to the kernels is the operations one by one, to the bit."""
+"""Blocks in one call to the kernels are the operations one by one, to the bit."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.config import ModelConfig, read_json
 from qinfer.models.decoder import Decoder
 from qinfer.ops.cpu import kernels
-from qinfer.ops.cpu.block import NativeBlock
+from qinfer.ops.cpu.block import NativeBlocks
 from qinfer.ops.cpu.ops import CPUOps
 from qinfer.ops.paged import Batch
 from qinfer.quant.kv import KVFormat
@@ -41,9 +41,9 @@ def run(directory, *, whole, threads, bits=16):
     """Hidden states of some steps, and what they leave in the cache."""
     config = ModelConfig.from_dict(read_json(directory / "config.json"))
     decoder = Decoder(Checkpoint(directory), config, CPUOps(threads=threads))
-    for block in decoder.blocks:
-        assert isinstance(block.whole, NativeBlock)
-        block.whole = block.whole if whole else None
+    assert isinstance(decoder.whole_blocks, NativeBlocks)
+    if not whole:
+        decoder.whole_blocks = None
     layout = CacheLayout.of(config, (KVFormat(bits, bits),) * config.num_hidden_layers)
     groups = len(layout.reaches)
     cache = PagedCache(layout, (6,) * groups, 2, half=torch.float16, device=CPU)
@@ -111,4 +111,4 @@ def test_weights_of_which_one_has_no_kernel_are_run_one_by_one(build, converted)
             return weight if odd else super().prepare(weight)
 
     decoder = Decoder(Checkpoint(directory), config, Partly())
-    assert all(block.whole is None for block in decoder.blocks)
+    assert decoder.whole_blocks is None

@@ -1,5 +1,6 @@
 """The compiled kernels against the reference operations, in every build the source allows."""
 
+import dataclasses
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from qinfer.config import ACTIVATIONS
 from qinfer.ops.cpu import kernels
 from qinfer.ops.cpu.ops import CPUOps
-from qinfer.ops.cpu.weights import Arena, NativeWeight, PackedWeight
+from qinfer.ops.cpu.weights import Arena, NativeWeight
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant import affine, nf4
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
@@ -42,6 +43,14 @@ def randn(*shape, seed=0, dtype=torch.float32):
 def affine_weight(n, k, bits, group, dtype, seed=0):
     q, scale = affine.quantize(randn(n, k, seed=seed), bits, group, dtype)
     return AffineWeight(affine.pack(q, bits), scale, bits, k)
+
+
+def asymmetric_weight(n, k, bits, group, dtype, seed=0):
+    weight = affine_weight(n, k, bits, group, dtype, seed)
+    draw = torch.Generator().manual_seed(seed)
+    limit = 2 ** (bits - 1)
+    zero = torch.randint(-limit, limit, weight.scale.shape, generator=draw, dtype=torch.int8)
+    return dataclasses.replace(weight, zero=zero)
 
 
 def nf4_weight(n, k, seed=0, block_size=64):
@@ -70,6 +79,13 @@ def int4(draw):
 
 
 @st.composite
+def int4_asymmetric(draw):
+    group = draw(st.sampled_from([32, 64, 128, None]))
+    columns = (group or 41) * draw(st.integers(1, 5))
+    return asymmetric_weight(draw(ROWS), columns, 4, group, draw(SCALES), draw(SEEDS))
+
+
+@st.composite
 def int8_per_channel(draw):
     columns = draw(st.integers(5, 200))
     return affine_weight(draw(ROWS), columns, 8, None, draw(SCALES), draw(SEEDS))
@@ -94,7 +110,9 @@ def dense(draw):
     return dense_weight(draw(ROWS), draw(st.integers(1, 200)), dtype, draw(SEEDS))
 
 
-ANY_WEIGHT = int4() | int8_per_channel() | int8_groups() | nf4_blocks() | dense()
+ANY_WEIGHT = (
+    int4() | int4_asymmetric() | int8_per_channel() | int8_groups() | nf4_blocks() | dense()
+)
 
 KINDS = {
     "int4 groups of 32 bf16": affine_weight(37, 96, 4, 32, torch.bfloat16),
@@ -102,6 +120,9 @@ KINDS = {
     "int4 groups of 128 bf16": affine_weight(37, 256, 4, 128, torch.bfloat16),
     "int4 a scale a row, K = 40": affine_weight(37, 40, 4, None, torch.float16),
     "int4 a scale a row": affine_weight(37, 96, 4, None, torch.bfloat16),
+    "int4 asymmetric, groups of 32": asymmetric_weight(37, 96, 4, 32, torch.bfloat16),
+    "int4 asymmetric, groups of 128": asymmetric_weight(20, 256, 4, 128, torch.float16),
+    "int4 asymmetric, a scale a row, K = 41": asymmetric_weight(9, 41, 4, None, torch.float16),
     "int8 a scale a row": affine_weight(100, 96, 8, None, torch.bfloat16),
     "int8 a scale a row, K = 33": affine_weight(37, 33, 8, None, torch.float16),
     "int8 groups of 32": affine_weight(37, 96, 8, 32, torch.bfloat16),
@@ -161,7 +182,7 @@ def test_products_equal_the_reference(build, weight, tokens, seed):
     dense = weight.rows(0, n)
     native = as_native(weight)
     found = linear(native, x)
-    read = rounded(x, span_of(weight)) if isinstance(native, PackedWeight) else x
+    read = rounded(x, span_of(weight)) if isinstance(weight, AffineWeight) else x
     assert_same_but_for_the_order_of_addition(found, read, dense)
     torch.testing.assert_close(
         found, REFERENCE.linear(x, weight, None), rtol=1e-3, atol=1e-3 * k**0.5
@@ -443,8 +464,6 @@ def test_forks_while_other_threads_compute_disturb_neither_child_nor_parent(buil
         pytest.param(affine_weight(8, 48, 4, 16, torch.bfloat16), id="int4 groups of 16"),
         pytest.param(nf4_weight(8, 32), id="nf4 blocks span rows"),
         pytest.param(nf4_weight(8, 96, block_size=16), id="nf4 blocks of 16"),
-        pytest.param(DenseWeight(randn(64, 8, dtype=torch.bfloat16).t()), id="transposed"),
-        pytest.param(DenseWeight(randn(64, 8).t()), id="transposed fp32"),
         pytest.param(DenseWeight(randn(8, 64).double()), id="fp64"),
     ],
 )
@@ -464,6 +483,18 @@ def test_affine_tensors_that_are_not_contiguous_go_to_the_reference(build, what)
     assert CPUOps().prepare(weight) is weight
     x = randn(1, 64)
     assert torch.equal(REFERENCE.linear(x, weight, None), REFERENCE.linear(x, whole, None))
+
+
+def test_asymmetric_weights_of_8_bits_go_to_the_reference(build):
+    weight = asymmetric_weight(8, 64, 8, 32, torch.bfloat16)
+    assert CPUOps().prepare(weight) is weight
+
+
+def test_a_dense_weight_may_be_stored_transposed(build):
+    weight = DenseWeight(randn(33, 20, dtype=torch.bfloat16).t())
+    x = randn(2, 33)
+    found = linear(as_native(weight), x)
+    assert_same_but_for_the_order_of_addition(found, x, weight.rows(0, 20))
 
 
 @pytest.mark.parametrize(

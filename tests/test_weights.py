@@ -5,6 +5,7 @@ import json
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -193,14 +194,46 @@ def test_a_missing_part_of_an_affine_weight_is_named(part, tmp_path):
     assert_damaged(refusal(tmp_path, tensors), f"no tensor layer.{part}")
 
 
-@pytest.mark.parametrize(
-    ("part", "what"), [("weight_zero_point", "asymmetric"), ("weight_g_idx", "activation-ordered")]
-)
-def test_other_affine_variants_are_refused_by_name(part, what, tmp_path):
-    error = refusal(tmp_path, affine_tensors() | {f"layer.{part}": torch.zeros(2)})
+def test_activation_ordered_groups_are_refused_by_name(tmp_path):
+    error = refusal(tmp_path, affine_tensors() | {"layer.weight_g_idx": torch.zeros(2)})
     assert type(error) is UnsupportedModelError
-    assert what in str(error)
+    assert "activation-ordered" in str(error)
     assert "original 16-bit" in error.hint
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [5, 16, 33])
+def test_load_asymmetric_as_compressed_tensors_packs_it(bits, rows, tmp_path):
+    draw = torch.Generator().manual_seed(rows)
+    limit = 2 ** (bits - 1)
+    q, zero = (
+        torch.randint(-limit, limit, (rows, n), generator=draw, dtype=torch.int8) for n in (64, 2)
+    )
+    scale = torch.rand(rows, 2, generator=draw).bfloat16()
+    tensors = {
+        "layer.weight_packed": pack_to_int32(q, bits),
+        "layer.weight_scale": scale,
+        "layer.weight_zero_point": pack_to_int32(zero, bits, packed_dim=0),
+        "layer.weight_shape": torch.tensor([rows, 64]),
+    }
+    weight = load(tmp_path, tensors, (rows, 64))
+    wide_zero, wide_scale = (x.float().repeat_interleave(32, 1) for x in (zero, scale))
+    expected = (q.float() - wide_zero) * wide_scale
+    assert torch.equal(weight.rows(0, rows), expected)
+    assert torch.equal(weight.to(torch.device("cpu")).rows(2, 4), expected[2:4])
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        torch.zeros(N, 2, dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.zeros(1, 2, dtype=torch.int8),
+    ],
+)
+def test_zero_points_that_do_not_fit_are_named(zero, tmp_path):
+    error = refusal(tmp_path, affine_tensors() | {"layer.weight_zero_point": zero})
+    assert_damaged(error, "weight_zero_point")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from qinfer.models.rope import RotaryTable, frequencies
 from qinfer.ops.block import BlockParameters, Norm, Projection, Rotation
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
-from qinfer.quant.weights import Weight, load_weight
+from qinfer.quant.weights import DenseWeight, Weight, load_weight
 
 Watch = Callable[[str, Tensor], None]
 
@@ -53,6 +53,12 @@ class _Loader:
         self.checkpoint.drop_pages()  # the backend may have made a copy
         return prepared
 
+    def table(self, name: str, shape: tuple[int, int], head: Weight | None = None) -> Tensor:
+        """An embedding; the head's own tensor where that is the same one."""
+        if self.config.tie_word_embeddings and isinstance(head, DenseWeight):
+            return head.data
+        return self.ops.table(self.tensor(f"{self.prefix}{name}.weight", shape))
+
     def norm(self, name: str, size: int) -> Norm:
         bias = None if self.arch.norm == "rms" else self.vector(f"{name}.bias", size)
         return Norm(self.vector(f"{name}.weight", size), bias, self.config.norm_eps)
@@ -69,7 +75,7 @@ class _Loader:
         head_dim, qk_norm = config.head_dim, config.qk_norm
         return BlockParameters(
             attention_norm=self.norm(block + arch.attention_norm, hidden),
-            qkv=[self.linear(block, name) for name in arch.qkv],
+            qkv=self.ops.join([self.linear(block, name) for name in arch.qkv]),
             q_norm=self.norm(block + arch.q_norm, head_dim) if qk_norm else None,
             k_norm=self.norm(block + arch.k_norm, head_dim) if qk_norm else None,
             output=self.linear(block, arch.output),
@@ -86,25 +92,14 @@ class _Loader:
 
 
 class Block:
-    """Attention and MLP, each behind a norm and added to the residual.
-
-    Written here over single operations; a backend may have all of it in one.
-    """
+    """Attention and MLP, each behind a norm and added to the residual, over single operations."""
 
     def __init__(self, ops: ReferenceOps, parameters: BlockParameters) -> None:
         self.ops = ops
         self.parameters = parameters
-        self.whole = ops.whole_block(parameters)
 
     def __call__(self, x: Tensor, rotation: Rotation, cache: KVLayer, batch: Batch) -> Tensor:
-        """[tokens, hidden] → [tokens, hidden]; stores the tokens' keys and values in `cache`.
-
-        `x` may be overwritten.
-        """
-        if self.whole is not None:
-            y = self.whole(x, rotation, cache, batch)
-            if y is not None:
-                return y
+        """[tokens, hidden] → [tokens, hidden]; stores the tokens' keys and values in `cache`."""
         p = self.parameters
         x = x + self._attend(_normalize(self.ops, x, p.attention_norm), rotation, cache, batch)
         return x + self._feed_forward(_normalize(self.ops, x, p.mlp_norm))
@@ -117,7 +112,7 @@ class Block:
             q, k = _normalize(self.ops, q, p.q_norm), _normalize(self.ops, k, p.k_norm)
         if rotation is not None:
             q, k = self.ops.rotary(q, *rotation), self.ops.rotary(k, *rotation)
-        mixed = self.ops.attention(q, k, v, cache, batch, scale=p.scale)
+        mixed = self.ops.attention(q, k, v, cache, batch, scale=p.scale, softcap=p.softcap)
         return self._project(mixed.flatten(1), p.output)
 
     def _project_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,15 +166,17 @@ class Decoder:
         arch, vocab = load.arch, (config.vocab_size, config.hidden_size)
         self.config = config
         self.ops = ops
-        self.embed_tokens = load.tensor(f"{load.prefix}{arch.embedding}.weight", vocab)
-        self.embed_positions = None
-        if arch.positions is not None:
-            table = (config.max_position_embeddings, config.hidden_size)
-            self.embed_positions = load.tensor(f"{load.prefix}{arch.positions}.weight", table)
-        self.blocks = [Block(ops, load.block(i)) for i in range(config.num_hidden_layers)]
+        parameters = [load.block(i) for i in range(config.num_hidden_layers)]
+        self.blocks = [Block(ops, p) for p in parameters]
         self.norm = load.norm(load.prefix + arch.final_norm, config.hidden_size)
+        self.whole_blocks = ops.whole_blocks(parameters, self.norm)
         head = load.prefix + arch.embedding if config.tie_word_embeddings else arch.head
         self.lm_head = load.weight(head, vocab)
+        self.embed_tokens = load.table(arch.embedding, vocab, self.lm_head)
+        self.embed_positions = None
+        if arch.positions is not None:
+            positions = (config.max_position_embeddings, config.hidden_size)
+            self.embed_positions = load.table(arch.positions, positions)
         self.rotary = None
         if config.rope is not None:
             inv_freq, factor = frequencies(
@@ -201,13 +198,29 @@ class Decoder:
         Returns:
             [tokens, hidden], normalized, in the backend's dtype.
         """
-        watch = watch or (lambda name, x: None)
-        x = self.ops.embedding(self.embed_tokens, batch.ids)
+        return self.run(self.embed(batch.ids, batch.positions), batch, cache, watch=watch)
+
+    @property
+    def embeds_on_device(self) -> bool:
+        """Whether the embeddings are where the model computes."""
+        return self.embed_tokens.device == self.ops.device
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """What the blocks get: [tokens, hidden] of ids and positions, int64 [tokens] each."""
+        x = self.ops.embedding(self.embed_tokens, ids)
         if self.embed_positions is not None:
-            x = x + self.ops.embedding(self.embed_positions, batch.positions)
+            x = x + self.ops.embedding(self.embed_positions, positions)
+        return x
+
+    def run(
+        self, x: Tensor, batch: Batch, cache: Sequence[KVLayer], *, watch: Watch | None = None
+    ) -> Tensor:
+        """The rest of `forward`, from what `embed` gave for the batch; that may be overwritten."""
         rotation = None
         if self.rotary is not None:
             rotation = self.rotary.rows(batch.positions, batch.last_position)
+        if watch is None:
+            return self._run_at_once(x, rotation, cache, batch)
         watch("the embedding", x)
         for i, (block, layer) in enumerate(zip(self.blocks, cache, strict=True)):
             x = block(x, rotation, layer, batch)
@@ -215,6 +228,17 @@ class Decoder:
         x = _normalize(self.ops, x, self.norm)
         watch("the final norm", x)
         return x
+
+    def _run_at_once(
+        self, x: Tensor, rotation: Rotation, cache: Sequence[KVLayer], batch: Batch
+    ) -> Tensor:
+        """In one call if the backend has it."""
+        whole = self.whole_blocks and self.whole_blocks(x, rotation, cache, batch)
+        if whole is not None:
+            return whole
+        for block, layer in zip(self.blocks, cache, strict=True):
+            x = block(x, rotation, layer, batch)
+        return _normalize(self.ops, x, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the vocabulary for the tokens given.

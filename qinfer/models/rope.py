@@ -30,13 +30,22 @@ class RotaryTable:
             positions: int64 [tokens].
             last: The largest of them.
         """
-        while (known := len(self._tables[0])) <= last:
+        self.reserve(last + 1)
+        cos, sin = self._tables
+        return cos[positions], sin[positions]
+
+    def reserve(self, positions: int) -> bool:
+        """Compute what `rows` needs for so many positions; whether there was anything to compute.
+
+        Tables that had to grow are elsewhere in memory afterwards.
+        """
+        before = len(self._tables[0])
+        while (known := len(self._tables[0])) < positions:
             at = torch.arange(known, known + _PIECE, device=self._inv_freq.device)
             angles = at.float().unsqueeze(1) * self._inv_freq
             for i, piece in enumerate((angles.cos(), angles.sin())):
                 self._tables[i] = torch.cat((self._tables[i], piece * self._factor))
-        cos, sin = self._tables
-        return cos[positions], sin[positions]
+        return len(self._tables[0]) > before
 
 
 def frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:

@@ -19,6 +19,7 @@ def paged_attention(
     batch: Batch,
     *,
     scale: float,
+    softcap: float | None = None,
     one_by_one: bool = False,
 ) -> Tensor:
     """See `ReferenceOps.attention`; `one_by_one` computes each query by itself."""
@@ -42,7 +43,8 @@ def paged_attention(
             )
             positions = [BLOCK_TOKENS * i + j for i in (*past, own) for j in range(BLOCK_TOKENS)]
             at = torch.tensor(positions[: len(keys)], device=q.device)
-            out[rows] = _attend(q[rows], keys, values, _visible(layer, first, end, at), scale)
+            visible = _visible(layer, first, end, at)
+            out[rows] = _attend(q[rows], keys, values, visible, scale, softcap)
     return out
 
 
@@ -97,7 +99,9 @@ def _append(side: KVSide, block: int, slot: int, at: int, new: Tensor) -> Tensor
     return by_token[:end].float()
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     """Softmax attention in fp32.
 
     Args:
@@ -106,6 +110,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: flo
         values: Like `keys`.
         visible: bool [queries, length].
         scale: Multiplies the scores.
+        softcap: Bounds them, if it is given.
 
     Returns:
         Like `q`.
@@ -114,5 +119,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: flo
     kv_heads = keys.shape[1]
     grouped = q.float().view(queries, kv_heads, heads // kv_heads, head_dim)
     scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(q.shape).to(q.dtype)

@@ -1,4 +1,4 @@
-"""A decoder block as a backend may run it as a whole."""
+"""Decoder blocks as a backend may run them as a whole."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from qinfer.quant.weights import Weight
 Rotation = tuple[Tensor, Tensor] | None
 """Cosines and sines of a batch's tokens, fp32 [tokens, head_dim / 2] each."""
 
-WholeBlock = Callable[[Tensor, Rotation, KVLayer, Batch], Tensor | None]
-"""[tokens, hidden], in place, through a block; None, with nothing done, if it does not fit."""
+WholeBlocks = Callable[[Tensor, Rotation, Sequence[KVLayer], Batch], Tensor | None]
+"""[tokens, hidden], perhaps in place, through blocks and the norm behind them; None, with nothing
+done, for a cache that it does not read. The layers are those of the blocks, and in the same object
+as before if they are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class BlockParameters:
         kv_heads: Of keys and values.
         head_dim: Size of a head.
         scale: Multiplies the scores.
+        softcap: Bounds them, see `ReferenceOps.attention`.
     """
 
     attention_norm: Norm
@@ -80,3 +83,4 @@ class BlockParameters:
     kv_heads: int
     head_dim: int
     scale: float
+    softcap: float | None = None

@@ -42,7 +42,7 @@ class Batch:
     """The tokens of one forward pass, segment after segment.
 
     Attributes:
-        ids: int64 [tokens].
+        ids: int64 [tokens], as all of these on the device of the model.
         positions: int64 [tokens].
         starts: int64 [segments]: position of each segment's first token.
         offsets: int64 [segments + 1]: where each begins in the tokens.
@@ -50,6 +50,7 @@ class Batch:
             positions `32 · i` and up; what no query sees any more is anything.
         slots: int32 [segments]: each sequence's open block.
         last_position: The largest position.
+        longest: The most tokens of a segment.
     """
 
     ids: Tensor
@@ -59,6 +60,7 @@ class Batch:
     tables: tuple[Tensor, ...]
     slots: Tensor
     last_position: int
+    longest: int
 
     @classmethod
     def of(
@@ -81,22 +83,30 @@ class Batch:
         offsets = [0]
         for tokens, _ in segments:
             offsets.append(offsets[-1] + len(tokens))
+        starts = [start for _, start in segments]
+        # At once: single tensors would cost a part of a small model's step.
+        longs = torch.from_numpy(np.array([*ids, *positions, *starts, *offsets], dtype=np.int64))
+        sizes = [len(ids), len(ids), len(starts), len(offsets)]
+        ids_there, positions_there, starts_there, offsets_there = torch.split_with_sizes(
+            longs.to(device), sizes
+        )
         return cls(
-            ids=_integers(ids).to(device),
-            positions=_integers(positions).to(device),
-            starts=_integers([start for _, start in segments]),
-            offsets=_integers(offsets),
-            tables=tuple(_rectangle(rows) for rows in tables),
-            slots=_integers(slots, np.int32),
+            ids=ids_there,
+            positions=positions_there,
+            starts=starts_there,
+            offsets=offsets_there,
+            tables=tuple(_rectangle(rows).to(device) for rows in tables),
+            slots=_integers(slots).to(device),
             last_position=max(positions),
+            longest=max(len(tokens) for tokens, _ in segments),
         )
 
 
-def _integers(values: Sequence[Any], dtype: type[np.integer[Any]] = np.int64) -> Tensor:
-    """Like `torch.tensor`, in a third of its time: it is called several times a step."""
-    return torch.from_numpy(np.array(values, dtype=dtype))
+def _integers(values: Sequence[Any]) -> Tensor:
+    """int32, like `torch.tensor` but in a third of its time: it is called several times a step."""
+    return torch.from_numpy(np.array(values, dtype=np.int32))
 
 
 def _rectangle(rows: Sequence[Sequence[int]]) -> Tensor:
     width = max(len(row) for row in rows)
-    return _integers([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
+    return _integers([[*row, *[0] * (width - len(row))] for row in rows])

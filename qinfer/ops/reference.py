@@ -6,7 +6,7 @@ batch axis and no padding. Norms, rotary tables, softmax and logits are computed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qinfer.ops.attention import paged_attention
-from qinfer.ops.block import BlockParameters, WholeBlock
+from qinfer.ops.block import BlockParameters, Norm, Projection, WholeBlocks
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.weights import Weight
 
@@ -29,6 +29,8 @@ class ReferenceOps:
         device: Where activations live.
         dtype: Of activations.
         half: The 16-bit type of the key-value cache.
+        maps_tables: Whether `table` leaves embeddings where they are mapped.
+        fixed_steps: Whether decoding steps pay off that are of fixed shape; see `engine.decoding`.
         deterministic: Compute each token by itself, so that its result does not depend on those
             beside it: libraries choose other orders of addition for other numbers of rows.
     """
@@ -45,16 +47,27 @@ class ReferenceOps:
         self.dtype = dtype
         self.half = half
         self.deterministic = deterministic
+        self.maps_tables = True
+        self.fixed_steps = False
+
+    def table(self, data: Tensor) -> Tensor:
+        """An embedding as this backend wants it in memory; called once per table, at load."""
+        return data
+
+    def join(self, projections: Sequence[Projection]) -> Sequence[Projection]:
+        """Projections of the same input, or one for all of them if that is worth it."""
+        return projections
 
     def prepare(self, weight: Weight) -> Weight:
         """A weight as this backend wants it in memory; called once per weight, at load."""
         return weight.to(self.device)
 
-    def whole_block(self, parameters: BlockParameters) -> WholeBlock | None:
-        """A block in one call, equal to the operations one by one; None if there is no such call.
+    def whole_blocks(self, parameters: Sequence[BlockParameters], norm: Norm) -> WholeBlocks | None:
+        """All blocks and the norm behind them in one call; None if there is no such call.
 
         Args:
-            parameters: Of the block; its weights are prepared.
+            parameters: Per block; its weights are prepared.
+            norm: Behind the last block.
         """
         return None
 
@@ -139,7 +152,15 @@ class ReferenceOps:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: KVLayer,
+        batch: Batch,
+        *,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         """Write new keys and values to the cache, in place, and attend to it causally.
 
@@ -158,11 +179,15 @@ class ReferenceOps:
             layer: The cache.
             batch: Which token is whose, and where its predecessors are.
             scale: Multiplies the scores.
+            softcap: c, if scores become c · tanh(score / c) ("Gemma 2", arXiv 2408.00118).
 
         Returns:
             [tokens, heads, head_dim].
         """
-        return paged_attention(q, k, v, layer, batch, scale=scale, one_by_one=self.deterministic)
+        one_by_one = self.deterministic
+        return paged_attention(
+            q, k, v, layer, batch, scale=scale, softcap=softcap, one_by_one=one_by_one
+        )
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """The MLP's nonlinearity.
@@ -205,6 +230,20 @@ class ReferenceOps:
             fp32 [tokens, vocab].
         """
         return self.linear(x, head, None).float()
+
+    def greedy(self, logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens, and whether they mean anything.
+
+        Args:
+            logits: fp32 [sequences, vocab].
+            vocab_size: Ids from here on are padding and never chosen.
+
+        Returns:
+            int64 [sequences], the lowest of equals; bool [sequences], whether a logit was NaN or
+            infinity, or none was finite.
+        """
+        peak, token = logits[:, :vocab_size].max(-1)
+        return token, ~peak.isfinite()
 
     def _by_token(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply a function that treats tokens alike, each by itself if that is asked for."""

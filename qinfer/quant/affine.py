@@ -1,4 +1,4 @@
-"""Symmetric int4 and int8: the compressed-tensors "pack-quantized" layout, byte for byte.
+"""Integers of 4 and 8 bits: the compressed-tensors "pack-quantized" layout, byte for byte.
 
 A linear layer `NAME` of N outputs and K inputs is stored as three tensors:
 
@@ -8,8 +8,11 @@ A linear layer `NAME` of N outputs and K inputs is stored as three tensors:
   plus 8; for 8 bits, byte k is `q XOR 0x80`. A row's unused tail holds the code of q = 0 or 0.
 - `NAME.weight_scale`, bf16 or fp16 `[N, K / group_size]`, or `[N, 1]` for one per channel.
 - `NAME.weight_shape`, int64 `[2]`: N and K.
+- `NAME.weight_zero_point`, int32 `[ceil(N · bits / 32), groups]`, in asymmetric ones only: a z for
+  each scale, packed like the values but along N.
 
-`w ≈ q · s` with q in -2^(bits-1) … 2^(bits-1) - 1, computed in fp32. The scale may be negative.
+`w ≈ (q - z) · s` with q and z in -2^(bits-1) … 2^(bits-1) - 1, computed in fp32. The scale may be
+negative. What is quantized here is symmetric: z is 0.
 """
 
 from __future__ import annotations
@@ -85,7 +88,9 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     return q.view(torch.int8)
 
 
-def dequantize(packed: Tensor, scale: Tensor, bits: int, columns: int) -> Tensor:
+def dequantize(
+    packed: Tensor, scale: Tensor, bits: int, columns: int, zero: Tensor | None = None
+) -> Tensor:
     """The weights that packed integers stand for.
 
     Args:
@@ -93,9 +98,12 @@ def dequantize(packed: Tensor, scale: Tensor, bits: int, columns: int) -> Tensor
         scale: bf16 or fp16 [N, groups]; groups divides columns.
         bits: 4 or 8.
         columns: K.
+        zero: int8 [N, groups]; None is 0.
 
     Returns:
         fp32 [N, columns].
     """
     q = unpack(packed, bits, columns).view(len(packed), scale.shape[1], -1).float()
+    if zero is not None:
+        q.sub_(zero.unsqueeze(-1))
     return q.mul_(scale.float().unsqueeze(-1)).view(len(packed), columns)

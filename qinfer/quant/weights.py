@@ -67,19 +67,21 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True)
 class AffineWeight:
-    """Symmetric integers, see `qinfer.quant.affine`.
+    """Integers, see `qinfer.quant.affine`.
 
     Attributes:
         packed: int32 [N, ceil(K · bits / 32)].
         scale: bf16, fp16 or fp32 [N, groups].
         bits: 4 or 8.
         columns: K.
+        zero: int8 [N, groups], what stands for 0; None if that is 0.
     """
 
     packed: Tensor
     scale: Tensor
     bits: int
     columns: int
+    zero: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -88,13 +90,17 @@ class AffineWeight:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Output rows in fp32, [stop - start, K]."""
+        zero = None if self.zero is None else self.zero[start:stop]
         return affine.dequantize(
-            self.packed[start:stop], self.scale[start:stop], self.bits, self.columns
+            self.packed[start:stop], self.scale[start:stop], self.bits, self.columns, zero
         )
 
     def to(self, device: torch.device) -> AffineWeight:
         """The same weight on `device`."""
-        return AffineWeight(self.packed.to(device), self.scale.to(device), self.bits, self.columns)
+        zero = None if self.zero is None else self.zero.to(device)
+        return AffineWeight(
+            self.packed.to(device), self.scale.to(device), self.bits, self.columns, zero
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +185,11 @@ def load_weight(
 
 
 def _load_affine(checkpoint: Checkpoint, name: str) -> AffineWeight:
-    for part, what in (("weight_zero_point", "asymmetric"), ("weight_g_idx", "activation-ordered")):
-        if f"{name}.{part}" in checkpoint:
-            raise UnsupportedModelError(
-                f"{name} is quantized with {what} groups, which is not supported",
-                hint="Convert the model's original 16-bit weights: qinfer convert SOURCE OUT",
-            )
+    if f"{name}.weight_g_idx" in checkpoint:
+        raise UnsupportedModelError(
+            f"{name} is quantized with activation-ordered groups, which is not supported",
+            hint="Convert the model's original 16-bit weights: qinfer convert SOURCE OUT",
+        )
     packed = checkpoint.tensor(f"{name}.weight_packed")
     scale = checkpoint.tensor(f"{name}.weight_scale")
     declared = checkpoint.tensor(f"{name}.weight_shape").flatten().tolist()
@@ -207,7 +212,23 @@ def _load_affine(checkpoint: Checkpoint, name: str) -> AffineWeight:
         or columns % scale.shape[1]
     ):
         raise damaged
-    return AffineWeight(packed, scale, widths[packed.shape[1]], columns)
+    bits = widths[packed.shape[1]]
+    return AffineWeight(packed, scale, bits, columns, _zero_point(checkpoint, name, scale, bits))
+
+
+def _zero_point(checkpoint: Checkpoint, name: str, scale: Tensor, bits: int) -> Tensor | None:
+    if f"{name}.weight_zero_point" not in checkpoint:
+        return None
+    packed = checkpoint.tensor(f"{name}.weight_zero_point")
+    rows, groups = scale.shape
+    if packed.dtype != torch.int32 or packed.shape != (-(-rows * bits // 32), groups):
+        raise CheckpointError(
+            f"{name}: weight_zero_point is {packed.dtype} {list(packed.shape)}, which does not fit "
+            f"weight_scale {list(scale.shape)}",
+            hint="The checkpoint is damaged; convert or download it again.",
+        )
+    packed_by_group = packed.t().clone(memory_format=torch.contiguous_format)
+    return affine.unpack(packed_by_group, bits, rows).t().contiguous()
 
 
 def _load_nf4(checkpoint: Checkpoint, name: str) -> NF4Weight:

@@ -4,9 +4,6 @@
 
 enum { ROWS = 61, TOKENS = 13 };
 
-void qinfer_repack(const weight *w, const uint8_t *data, const uint16_t *scale, int threads);
-int64_t qinfer_packed_bytes(const weight *w);
-
 /* A weight of random bytes, and what is to be freed. */
 typedef struct {
     weight w;
@@ -29,13 +26,10 @@ static made new_weight(unsigned *seed, int kind)
         scale[i] = 0x3c00;
     m.memory[0] = data;
     m.memory[1] = scale;
-    m.w.data = data;
     m.w.absmax = m.memory[2] = random_floats(seed, scales);
     m.w.code = m.memory[3] = random_floats(seed, 16);
-    if (kind < INT4)
-        return m;
-    m.w.data = malloc((size_t)qinfer_packed_bytes(&m.w));
-    qinfer_repack(&m.w, data, scale, 2);
+    m.w.data = malloc((size_t)qinfer_weight_bytes(&m.w));
+    qinfer_repack(&m.w, data, scale, NULL, 2);
     free(data);
     m.memory[0] = m.w.data;
     return m;

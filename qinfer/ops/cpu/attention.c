@@ -286,9 +286,9 @@ int qinfer_attention(const attention *c)
                     .padded = (c->head_dim + 31) / 32 * 32,
                     .block_ends = block_ends};
     const int64_t floats = c->segments->offsets[c->segments->count] * c->kv_heads * c->head_dim;
-    const int storers = floats < FEW_FLOATS ? 1 : c->threads;
+    const int threads = (int)c->threads, storers = floats < FEW_FLOATS ? 1 : threads;
     qinfer_parallel(store_pass, &w, c->segments->count * c->kv_heads, storers);
-    qinfer_parallel(attend_pass, &w, blocks * c->kv_heads, c->threads);
+    qinfer_parallel(attend_pass, &w, blocks * c->kv_heads, threads);
     if (c->cache->keys.bits < 16 || c->cache->values.bits < 16)
         qinfer_parallel(keep_pass, &w, c->segments->count * c->kv_heads, storers);
     free(block_ends);

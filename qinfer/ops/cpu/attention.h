@@ -40,10 +40,11 @@ typedef struct {
     const segments *segments;
     int64_t heads, kv_heads, head_dim;
     float scale;
-    int32_t threads;
+    float softcap;               /* c in c · tanh(score / c), or 0 */
     const float *q, *k, *v;      /* [tokens, heads or kv_heads, head_dim] */
     int64_t q_stride, kv_stride; /* from token to token */
     float *out;                  /* [tokens, heads, head_dim] */
+    int64_t threads;
 } attention;
 
 /* Write the tokens' keys and values to the cache, and let their queries attend to it. Returns 0 if out of

@@ -295,6 +295,16 @@ INLINE void VARIANT(rescale)(float *scores, const uint16_t *scales)
         VARIANT(store)(scores + i, VARIANT(load)(scores + i) * VARIANT(load_fp16)(scales + i));
 }
 
+/* softcap · tanh(score / softcap), by e^x so that large scores do not overflow. */
+INLINE void VARIANT(cap)(float *scores, float softcap)
+{
+    const v8 one = VARIANT(splat)(1), twice = VARIANT(splat)(2 / softcap), most = VARIANT(splat)(softcap);
+    for (int i = 0; i < BLOCK; i += 8) {
+        const v8 power = VARIANT(exp)(VARIANT(load)(scores + i) * twice);
+        VARIANT(store)(scores + i, most * (one - (one + one) / (power + one)));
+    }
+}
+
 INLINE void VARIANT(attend_rows)(const work *w, state *t, const tile *b, int64_t r, int rows)
 {
     float scores[3 * BLOCK], keep[3];
@@ -304,6 +314,8 @@ INLINE void VARIANT(attend_rows)(const work *w, state *t, const tile *b, int64_t
     const int hides = !sees_all(w, b, first, last);
     for (int i = 0; i < rows; i++) {
         VARIANT(rescale)(scores + i * BLOCK, b->key_scales);
+        if (w->c->softcap > 0)
+            VARIANT(cap)(scores + i * BLOCK, w->c->softcap);
         if (hides)
             hide(w, b, t->first_position + (r + i) / w->group_heads, scores + i * BLOCK);
         keep[i] = VARIANT(weigh)(scores + i * BLOCK, &t->most[r + i], t->total[r + i]);

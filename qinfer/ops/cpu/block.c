@@ -1,7 +1,7 @@
-/* A decoder block in one call: attention and an MLP, each behind a norm and added to the residual.
+/* Decoder blocks in one call: attention and an MLP, each behind a norm and added to the residual.
  *
- * What the operations compute one by one, to the bit. One call instead of a dozen matters where a token's
- * whole layer takes a few tenths of a millisecond.
+ * What the operations compute one by one, to the bit. One call instead of hundreds matters where a token's
+ * whole layer takes a tenth of a millisecond.
  */
 #include "attention.h"
 #include "bounds.h"
@@ -19,14 +19,14 @@ typedef struct {
 /* Must match `Block` in kernels.py. */
 typedef struct {
     int64_t hidden, intermediate, heads, kv_heads, head_dim;
-    float scale;
-    int32_t activation;
+    float scale, softcap;
+    int64_t activation;
     norm attention_norm, q_norm, k_norm, mlp_norm; /* of heads: weight is NULL if there is none */
     projection qkv[3];                             /* the first alone may be all three */
     projection output, gate, up, down;
 } block;
 
-/* What is the same for all blocks of a forward pass; must match `Step` in kernels.py. */
+/* What is the same for all blocks; must match `Step` in kernels.py. */
 typedef struct {
     int64_t tokens;
     int64_t threads;
@@ -46,7 +46,7 @@ static int64_t floats_of(const block *b)
     return larger(all_heads(b) + b->heads * b->head_dim, 2 * b->intermediate);
 }
 
-/* Bytes of workspace that a step of this many tokens needs. */
+/* Bytes of workspace that a step of this many tokens needs in a block. */
 int64_t qinfer_block_bytes(const block *b, int64_t tokens)
 {
     const int64_t widest = larger(larger(b->hidden, b->intermediate), b->heads * b->head_dim);
@@ -93,8 +93,8 @@ static int attend(const block *b, const cache *c, const step *s, float *floats, 
         qinfer_parallel(rotate_pass, &r, (s->tokens + TOKENS_A_PASS - 1) / TOKENS_A_PASS, threads);
     }
     const attention a = {.cache = c, .segments = s->segments, .heads = b->heads, .kv_heads = b->kv_heads,
-                         .head_dim = b->head_dim, .scale = b->scale, .threads = threads, .q = floats,
-                         .k = floats + q, .v = floats + q + k, .q_stride = stride, .kv_stride = stride,
+                         .head_dim = b->head_dim, .scale = b->scale, .softcap = b->softcap, .threads = threads,
+                         .q = floats, .k = floats + q, .v = floats + q + k, .q_stride = stride, .kv_stride = stride,
                          .out = mixed};
     if (!qinfer_attention(&a))
         return 0;
@@ -111,18 +111,22 @@ static void feed_forward(const block *b, const step *s, float *floats, void *inp
     const rows normed = normalized(&b->mlp_norm, s->x, s->tokens, b->hidden);
     const product parts[] = {product_of(&b->up, up, size, 0), product_of(&b->gate, floats, size, 0)};
     multiply(parts, b->gate.w ? 2 : 1, &normed, inputs, (int)s->threads);
-    const rows active = activated(b->activation, b->gate.w ? floats : up, b->gate.w ? up : NULL, s->tokens, size);
+    const rows active = activated((int)b->activation, b->gate.w ? floats : up, b->gate.w ? up : NULL, s->tokens, size);
     const product down = product_of(&b->down, s->x, b->hidden, 1);
     multiply(&down, 1, &active, inputs, (int)s->threads);
 }
 
-/* Run a step through a block: x in place, new keys and values to the cache. Returns 0 if out of memory. */
-int qinfer_block(const block *b, const cache *c, const step *s)
+/* Run a step through blocks, each with its cache, and the norm behind them: x in place, new keys and values
+ * to the caches. Returns 0 if out of memory. */
+int qinfer_blocks(const block *blocks, const cache *caches, int64_t count, const norm *last, const step *s)
 {
-    float *floats = s->workspace;
-    void *inputs = floats + s->tokens * floats_of(b);
-    if (!attend(b, c, s, floats, inputs))
-        return 0;
-    feed_forward(b, s, floats, inputs);
+    for (const block *b = blocks; b < blocks + count; b++) {
+        float *floats = s->workspace;
+        void *inputs = floats + s->tokens * floats_of(b);
+        if (!attend(b, caches + (b - blocks), s, floats, inputs))
+            return 0;
+        feed_forward(b, s, floats, inputs);
+    }
+    qinfer_norm(last, s->x, s->tokens, blocks->hidden, s->x, (int)s->threads);
     return 1;
 }

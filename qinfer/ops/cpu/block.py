@@ -1,10 +1,9 @@
-"""A decoder block in one call to the kernels."""
+"""A model's decoder blocks in one call to the kernels."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -14,42 +13,42 @@ from qinfer.ops.cpu.weights import NativeWeight
 from qinfer.ops.paged import Batch, KVLayer
 
 
-@dataclass(slots=True)
-class _Pass:
-    """A description of a forward pass, and what it points to."""
+class NativeBlocks:
+    """Blocks whose weights the kernels take; see `ReferenceOps.whole_blocks`."""
 
-    x: Tensor
-    rotation: Rotation
-    batch: Batch
-    memory: Tensor
-    step: kernels.Step
-
-
-class Passes:
-    """Describes a forward pass once for all of its blocks."""
-
-    def __init__(self, workspace: kernels.Workspace, threads: int) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        parameters: Sequence[BlockParameters],
+        norm: Norm,
+        workspace: kernels.Workspace,
+        threads: int,
+    ) -> None:
+        self._library = library
+        self._parameters = parameters, norm  # the descriptions point into them
+        self._norm = _norm(norm)
+        self._blocks = (kernels.Block * len(parameters))(*map(_describe, parameters))
+        self._largest = max(self._blocks, key=lambda block: library.qinfer_block_bytes(block, 1))
         self._workspace = workspace
         self._threads = threads
-        self._last: _Pass | None = None
+        self._layers: Sequence[KVLayer] | None = None
+        self._caches: ctypes.Array[kernels.Cache] | None = None
 
-    def describe(
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        batch: Batch,
-        workspace_bytes: Callable[[int], int],
-    ) -> kernels.Step:
-        """The description of a pass, whose arguments are kept until the next one."""
-        last, memory = self._last, self._workspace.memory
-        if (
-            last is not None
-            and (last.x is x and last.rotation is rotation)
-            and (last.batch is batch and last.memory is memory)
-        ):
-            return last.step
+    def __call__(
+        self, x: Tensor, rotation: Rotation, layers: Sequence[KVLayer], batch: Batch
+    ) -> Tensor | None:
+        """Run tokens through the blocks and the norm, in place.
+
+        Raises:
+            MemoryError: There is none for the attention.
+        """
+        if layers is not self._layers:
+            self._layers, self._caches = layers, self._describe_caches(layers)
+        if self._caches is None:
+            return None
+        x = x.contiguous()
         cos, sin = rotation or (None, None)
-        memory = self._workspace.at_least(workspace_bytes(len(x)))
+        need = self._library.qinfer_block_bytes(self._largest, len(x))
         step = kernels.Step(
             tokens=x.shape[0],
             threads=self._threads,
@@ -57,55 +56,33 @@ class Passes:
             cos=kernels.address(cos),
             sin=kernels.address(sin),
             segments=ctypes.pointer(kernels.Segments.of(batch)),
-            workspace=memory.data_ptr(),
+            workspace=self._workspace.at_least(need).data_ptr(),
         )
-        self._last = _Pass(x, rotation, batch, memory, step)
-        return step
-
-
-class NativeBlock:
-    """A block whose weights the kernels take; see `ReferenceOps.whole_block`."""
-
-    def __init__(self, library: ctypes.CDLL, parameters: BlockParameters, passes: Passes) -> None:
-        self._library = library
-        self._passes = passes
-        self._parameters = parameters  # the description points into it
-        self._description = _describe(parameters)
-        self._layer: KVLayer | None = None
-        self._cache: kernels.Cache | None = None
-
-    def __call__(
-        self, x: Tensor, rotation: Rotation, layer: KVLayer, batch: Batch
-    ) -> Tensor | None:
-        """Run tokens through the block, in place.
-
-        Raises:
-            MemoryError: There is none for the attention.
-        """
-        if layer is not self._layer:
-            p = self._parameters
-            fits = kernels.takes_attention((p.heads, p.kv_heads), p.head_dim, layer)
-            self._layer, self._cache = layer, kernels.Cache.of(layer) if fits else None
-        if self._cache is None or not x.is_contiguous():
-            return None
-        step = self._passes.describe(x, rotation, batch, self._workspace_bytes)
-        if not self._library.qinfer_block(self._description, self._cache, step):
+        count = len(self._blocks)
+        if not self._library.qinfer_blocks(self._blocks, self._caches, count, self._norm, step):
             raise MemoryError(f"no memory for attention over {len(batch.starts)} sequences")
         return x
 
-    def _workspace_bytes(self, tokens: int) -> int:
-        return int(self._library.qinfer_block_bytes(self._description, tokens))
+    def _describe_caches(self, layers: Sequence[KVLayer]) -> ctypes.Array[kernels.Cache] | None:
+        for p, layer in zip(self._parameters[0], layers, strict=True):
+            if not kernels.takes_attention((p.heads, p.kv_heads), p.head_dim, layer):
+                return None
+        return (kernels.Cache * len(layers))(*map(kernels.Cache.of, layers))
 
 
-def native_block(
-    library: ctypes.CDLL, parameters: BlockParameters, passes: Passes
-) -> NativeBlock | None:
-    """A block in one call, if the kernels take all of its weights."""
-    p = parameters
-    parts = [*p.qkv, p.output, p.gate, p.up, p.down]
-    if not all(isinstance(q.weight, NativeWeight) for q in parts if q is not None):
-        return None
-    return NativeBlock(library, parameters, passes)
+def native_blocks(
+    library: ctypes.CDLL,
+    parameters: Sequence[BlockParameters],
+    norm: Norm,
+    workspace: kernels.Workspace,
+    threads: int,
+) -> NativeBlocks | None:
+    """Blocks in one call, if the kernels take all of their weights."""
+    for p in parameters:
+        parts = [*p.qkv, p.output, p.gate, p.up, p.down]
+        if not all(isinstance(q.weight, NativeWeight) for q in parts if q is not None):
+            return None
+    return NativeBlocks(library, parameters, norm, workspace, threads)
 
 
 def _describe(p: BlockParameters) -> kernels.Block:
@@ -116,6 +93,7 @@ def _describe(p: BlockParameters) -> kernels.Block:
         kv_heads=p.kv_heads,
         head_dim=p.head_dim,
         scale=p.scale,
+        softcap=p.softcap or 0,
         activation=kernels.ACTIVATIONS[p.activation],
         attention_norm=_norm(p.attention_norm),
         q_norm=_norm(p.q_norm),

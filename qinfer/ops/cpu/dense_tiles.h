@@ -40,17 +40,6 @@ INLINE void VARIANT(unpack)(const weight *w, const uint8_t *data, int64_t row, i
                                : VARIANT(load_bf16)((const uint16_t *)data + 8 * i);
 }
 
-/* Where a run's bytes are; those of a last one that is short are copied to `rest`, with zeros behind. */
-static const uint8_t *VARIANT(run_at)(const weight *w, int64_t row, int64_t run, uint8_t rest[4 * RUN])
-{
-    const uint8_t *data = w->data + row * w->row_bytes + run * run_bytes(w->kind);
-    const int64_t left = w->columns - run * RUN;
-    if (left >= RUN)
-        return data;
-    memset(rest, 0, 4 * RUN);
-    return memcpy(rest, data, (size_t)(left * run_bytes(w->kind) / RUN));
-}
-
 /* ---- a few tokens: weights are read once, and unpacked in registers ---- */
 
 INLINE void VARIANT(add_run)(const v8 weights[4], const float *x, int64_t stride, v8 *sums, int tokens)
@@ -60,55 +49,45 @@ INLINE void VARIANT(add_run)(const v8 weights[4], const float *x, int64_t stride
             sums[t] = VARIANT(madd)(weights[i], VARIANT(load)(x + t * stride + 8 * i), sums[t]);
 }
 
+/* The products of ROWS rows with some tokens. */
 INLINE void VARIANT(few_tile)(const weight *w, int64_t row, const input *x, int64_t token,
-                              float (*out)[GRAIN], int kind, int rows, int tokens)
+                              float (*out)[GRAIN], int kind, int tokens)
 {
-    const int64_t stride = x->runs * RUN;
+    const int64_t stride = x->runs * RUN, bytes = run_bytes(kind);
     const float *from = x->floats + token * stride;
+    const uint8_t *data = runs_at(w, row, 0);
     v8 sums[ROWS][TOKENS];
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < ROWS; r++)
         for (int t = 0; t < tokens; t++)
             sums[r][t] = VARIANT(splat)(0);
-    const int64_t whole = w->columns / RUN, bytes = run_bytes(kind), row_bytes = w->row_bytes;
-    const uint8_t *data = w->data + row * row_bytes;
-    for (int64_t run = 0; run < whole; run++, from += RUN, data += bytes)
-        for (int r = 0; r < rows; r++) {
+    for (int64_t run = 0; run < x->runs; run++, from += RUN, data += ROWS * bytes) {
+        for (int64_t line = 0; line < ROWS * bytes; line += 64)
+            __builtin_prefetch(data + BYTES_AHEAD + line);
+        for (int r = 0; r < ROWS; r++) {
             v8 weights[4];
-            __builtin_prefetch(data + (r + ROWS) * row_bytes);
-            VARIANT(unpack)(w, data + r * row_bytes, row + r, run, weights, kind);
+            /* behind the last row there are zeros, without a scale of their own */
+            VARIANT(unpack)(w, data + r * bytes, smaller(row + r, w->rows - 1), run, weights, kind);
             VARIANT(add_run)(weights, from, stride, sums[r], tokens);
         }
-    for (int r = 0; whole < x->runs && r < rows; r++) {
-        uint8_t rest[4 * RUN];
-        v8 weights[4];
-        VARIANT(unpack)(w, VARIANT(run_at)(w, row + r, whole, rest), row + r, whole, weights, kind);
-        VARIANT(add_run)(weights, from, stride, sums[r], tokens);
     }
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < ROWS; r++)
         for (int t = 0; t < tokens; t++)
             out[t][r] = VARIANT(sum)(sums[r][t]);
 }
 
-INLINE void VARIANT(few_rows)(const product *p, const input *x, int64_t row, float (*out)[GRAIN], int kind,
-                              int rows)
-{
-    for (int64_t t = 0; t < x->tokens; t += TOKENS, out += TOKENS)
-        switch (x->tokens - t) {
-        case 1: VARIANT(few_tile)(p->w, row, x, t, out, kind, rows, 1); break;
-        case 2: VARIANT(few_tile)(p->w, row, x, t, out, kind, rows, 2); break;
-        default: VARIANT(few_tile)(p->w, row, x, t, out, kind, rows, TOKENS);
-        }
-}
-
 INLINE void VARIANT(few_of_kind)(const product *p, const input *x, int64_t row, int64_t count, int kind)
 {
-    float out[FEW_TOKENS][GRAIN];
-    int64_t r = 0;
-    for (; r + ROWS <= count; r += ROWS)
-        VARIANT(few_rows)(p, x, row + r, (float(*)[GRAIN])(out[0] + r), kind, ROWS);
-    for (; r < count; r++)
-        VARIANT(few_rows)(p, x, row + r, (float(*)[GRAIN])(out[0] + r), kind, 1);
-    put(p, 0, row, count, x->tokens, out);
+    float sums[FEW_TOKENS][GRAIN];
+    for (int64_t r = 0; r < count; r += ROWS)
+        for (int64_t t = 0; t < x->tokens; t += TOKENS) {
+            float(*out)[GRAIN] = (float(*)[GRAIN])(sums[t] + r);
+            switch (x->tokens - t) {
+            case 1: VARIANT(few_tile)(p->w, row + r, x, t, out, kind, 1); break;
+            case 2: VARIANT(few_tile)(p->w, row + r, x, t, out, kind, 2); break;
+            default: VARIANT(few_tile)(p->w, row + r, x, t, out, kind, TOKENS);
+            }
+        }
+    put(p, 0, row, count, x->tokens, sums);
 }
 
 static void VARIANT(few_tokens)(const product *p, const input *x, int64_t row, int64_t count)
@@ -126,15 +105,16 @@ static void VARIANT(few_tokens)(const product *p, const input *x, int64_t row, i
 INLINE void VARIANT(unpack_rows)(const weight *w, int64_t row, int64_t count, int64_t first, int64_t runs,
                                  float (*to)[CHUNK_RUNS * RUN], int kind)
 {
-    for (int64_t r = 0; r < count; r++)
-        for (int64_t run = 0; run < runs; run++) {
-            uint8_t rest[4 * RUN];
+    const int64_t bytes = run_bytes(kind);
+    for (int64_t r = 0; r < count; r++) {
+        const uint8_t *data = runs_at(w, row + r / ROWS * ROWS, first) + r % ROWS * bytes;
+        for (int64_t run = 0; run < runs; run++, data += ROWS * bytes) {
             v8 weights[4];
-            const uint8_t *data = VARIANT(run_at)(w, row + r, first + run, rest);
             VARIANT(unpack)(w, data, row + r, first + run, weights, kind);
             for (int i = 0; i < 4; i++)
                 VARIANT(store)(to[r] + run * RUN + 8 * i, weights[i]);
         }
+    }
 }
 
 static void VARIANT(unpack_chunk)(const weight *w, int64_t row, int64_t count, int64_t first, int64_t runs,

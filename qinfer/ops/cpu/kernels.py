@@ -77,7 +77,8 @@ class Block(ctypes.Structure):
         ("kv_heads", _int64),
         ("head_dim", _int64),
         ("scale", _float),
-        ("activation", _int32),
+        ("softcap", _float),
+        ("activation", _int64),
         ("attention_norm", Norm),
         ("q_norm", Norm),
         ("k_norm", Norm),
@@ -178,13 +179,14 @@ class _Attention(ctypes.Structure):
         ("kv_heads", _int64),
         ("head_dim", _int64),
         ("scale", _float),
-        ("threads", _int32),
+        ("softcap", _float),
         ("q", _pointer),
         ("k", _pointer),
         ("v", _pointer),
         ("q_stride", _int64),
         ("kv_stride", _int64),
         ("out", _pointer),
+        ("threads", _int64),
     )
 
 
@@ -204,10 +206,10 @@ def load(path: str) -> ctypes.CDLL:
     signatures = {
         "linear": (None, [to(Product), _pointer, _int64, _pointer, count]),
         "input_bytes": (_int64, [_int64, _int64]),
-        "packed_bytes": (_int64, [to(Weight)]),
-        "repack": (None, [to(Weight), _pointer, _pointer, count]),
+        "weight_bytes": (_int64, [to(Weight)]),
+        "repack": (None, [to(Weight), _pointer, _pointer, _pointer, count]),
         "attention": (count, [to(_Attention)]),
-        "block": (count, [to(Block), to(Cache), to(Step)]),
+        "blocks": (count, [to(Block), to(Cache), _int64, to(Norm), to(Step)]),
         "block_bytes": (_int64, [to(Block), _int64]),
         "norm": (None, [to(Norm), _pointer, _int64, _int64, _pointer, count]),
         "activate": (None, [_pointer, _pointer, count, _int64, _int64, _pointer, count]),
@@ -286,17 +288,19 @@ def takes_attention(heads: tuple[int, int], head_dim: int, layer: KVLayer) -> bo
 
 def attention(
     kernels: ctypes.CDLL,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],
     layer: KVLayer,
     batch: Batch,
     *,
     scale: float,
+    softcap: float | None,
     threads: int,
 ) -> Tensor:
-    """See `ReferenceOps.attention`; the result does not depend on `threads`."""
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    """See `ReferenceOps.attention`; the result does not depend on `threads`.
+
+    `heads` are q, k and v.
+    """
+    q, k, v = (x.contiguous() for x in heads)
     out = torch.empty_like(q)
     call = _Attention(
         cache=ctypes.pointer(Cache.of(layer)),
@@ -305,13 +309,14 @@ def attention(
         kv_heads=k.shape[1],
         head_dim=q.shape[2],
         scale=scale,
-        threads=threads,
+        softcap=softcap or 0,
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),
         q_stride=q.stride(0),
         kv_stride=k.stride(0),
         out=out.data_ptr(),
+        threads=threads,
     )
     if not kernels.qinfer_attention(call):
         raise MemoryError(f"no memory for attention over {len(batch.starts)} sequences")

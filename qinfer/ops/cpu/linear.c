@@ -15,6 +15,19 @@ static int form_of(const weight *w) { return w->kind == NF4 ? SPLIT : w->kind >=
 
 static int64_t runs_of(int64_t columns) { return (columns + RUN - 1) / RUN; }
 
+/* Bytes that a weight's data takes. */
+int64_t qinfer_weight_bytes(const weight *w) { return w->kind >= INT4 ? packed_bytes(w) : dense_bytes(w); }
+
+/* Fill w->data from the layout on disk. INT4 and INT8 have scales; with zero points, one for each scale,
+ * INT8 is made of 4-bit values. */
+void qinfer_repack(const weight *w, const uint8_t *data, const uint16_t *scale, const int8_t *zero, int threads)
+{
+    if (w->kind >= INT4)
+        packed_repack(w, data, scale, zero, threads);
+    else
+        dense_repack(w, data, threads);
+}
+
 int64_t qinfer_input_bytes(int64_t tokens, int64_t columns)
 {
     const int64_t a_run = RUN * (int64_t)(sizeof(float) + sizeof(int16_t)) + (int64_t)(2 * sizeof(float));

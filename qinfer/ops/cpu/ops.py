@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from qinfer.ops.block import BlockParameters, WholeBlock
+from qinfer.ops.block import BlockParameters, Norm, WholeBlocks
 from qinfer.ops.cpu import kernels
-from qinfer.ops.cpu.block import Passes, native_block
+from qinfer.ops.cpu.block import native_blocks
 from qinfer.ops.cpu.weights import Arena, NativeWeight, native
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
@@ -33,7 +33,6 @@ class CPUOps(ReferenceOps):
         self._threads = threads or torch.get_num_threads()
         self._arena = Arena()
         self._workspace = kernels.Workspace()
-        self._passes = Passes(self._workspace, self._threads)
         super().__init__(
             torch.device("cpu"),
             torch.float32,
@@ -58,14 +57,14 @@ class CPUOps(ReferenceOps):
             torch.set_num_threads(before)
 
     def prepare(self, weight: Weight) -> Weight:
-        """Repack a 4- or 8-bit weight; any other stays mapped."""
+        """Repack a weight if the kernels take it; any other stays mapped."""
         return native(weight, self._arena, threads=self._threads)
 
-    def whole_block(self, parameters: BlockParameters) -> WholeBlock | None:
-        """See `ReferenceOps.whole_block`."""
+    def whole_blocks(self, parameters: Sequence[BlockParameters], norm: Norm) -> WholeBlocks | None:
+        """See `ReferenceOps.whole_blocks`."""
         if self._kernels is None:
             return None
-        return native_block(self._kernels, parameters, self._passes)
+        return native_blocks(self._kernels, parameters, norm, self._workspace, self._threads)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `ReferenceOps.rms_norm`."""
@@ -94,14 +93,25 @@ class CPUOps(ReferenceOps):
         return kernels.rotary(self._kernels, x, cos, sin)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: KVLayer,
+        batch: Batch,
+        *,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         """See `ReferenceOps.attention`."""
         heads = q.shape[1], k.shape[1]
         if self._kernels is None or not kernels.takes_attention(heads, q.shape[2], layer):
-            return super().attention(q, k, v, layer, batch, scale=scale)
+            return super().attention(q, k, v, layer, batch, scale=scale, softcap=softcap)
         return kernels.attention(
-            self._kernels, q, k, v, layer, batch, scale=scale, threads=self._threads
+            *(self._kernels, (q, k, v), layer, batch),
+            scale=scale,
+            softcap=softcap,
+            threads=self._threads,
         )
 
     def activation(self, x: Tensor, kind: str) -> Tensor:

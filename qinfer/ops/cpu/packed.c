@@ -36,7 +36,7 @@ static layout layout_of(const weight *w)
 
 static int64_t blocks_of(const weight *w) { return (w->rows + ROWS - 1) / ROWS; }
 
-int64_t qinfer_packed_bytes(const weight *w) { return blocks_of(w) * layout_of(w).block_bytes; }
+int64_t packed_bytes(const weight *w) { return blocks_of(w) * layout_of(w).block_bytes; }
 
 int64_t span_runs(const weight *w)
 {
@@ -56,12 +56,24 @@ static uint32_t even_then_odd(uint32_t x)
     return ((even | even >> 8) & 0xffff) | (odd | odd >> 8) << 16;
 }
 
+typedef struct {
+    const weight *w;
+    const uint8_t *data;
+    const uint16_t *scale;
+    const int8_t *zero;
+} repacking;
+
 /* A row's place r in a run, from the disk's bytes; what is beyond the columns is zero. */
-static void pack_run(const weight *w, const uint8_t *from, int64_t columns, int64_t r, uint8_t *to)
+static void pack_run(const weight *w, const uint8_t *from, const int8_t *zero, int64_t columns, int64_t r,
+                     uint8_t *to)
 {
     uint8_t bytes[RUN];
     memset(bytes, w->kind == INT4 ? 0x88 : 0x80, sizeof bytes);
-    memcpy(bytes, from, (size_t)(w->kind == INT4 ? (columns + 1) / 2 : columns));
+    if (zero)
+        for (int64_t i = 0; i < columns; i++)
+            bytes[i] = (uint8_t)(0x80 + (from[i / 2] >> i % 2 * 4 & 15) - 8 - *zero);
+    else
+        memcpy(bytes, from, (size_t)(w->kind == INT4 ? (columns + 1) / 2 : columns));
     if (w->kind == INT4) {
         if (columns % 2)
             bytes[columns / 2] = (bytes[columns / 2] & 15) | 0x80;
@@ -79,12 +91,6 @@ static void pack_run(const weight *w, const uint8_t *from, int64_t columns, int6
     }
 }
 
-typedef struct {
-    const weight *w;
-    const uint8_t *data;
-    const uint16_t *scale;
-} repacking;
-
 static void pack_block(const void *job, int64_t block)
 {
     const repacking *j = job;
@@ -95,9 +101,11 @@ static void pack_block(const void *job, int64_t block)
     memset(to, 0, (size_t)l.block_bytes);
     for (int64_t run = 0; run < l.runs; run++, to += l.run_bytes) {
         const int64_t first = run * RUN, group = run / l.runs_a_group;
-        for (int64_t r = 0; r < rows; r++)
-            pack_run(w, j->data + (block * ROWS + r) * w->row_bytes + (w->kind == INT4 ? first / 2 : first),
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t row = block * ROWS + r, byte = w->kind == INT4 || j->zero ? first / 2 : first;
+            pack_run(w, j->data + row * w->row_bytes + byte, j->zero ? j->zero + row * groups + group : NULL,
                      smaller(w->columns - first, RUN), r, to);
+        }
         if ((run + 1) % l.runs_a_group)
             continue;
         for (int64_t r = 0; r < rows; r++)
@@ -106,10 +114,10 @@ static void pack_block(const void *job, int64_t block)
     }
 }
 
-/* Fill w->data, which has qinfer_packed_bytes, from the layout on disk: see quant/affine.py. */
-void qinfer_repack(const weight *w, const uint8_t *data, const uint16_t *scale, int threads)
+void packed_repack(const weight *w, const uint8_t *data, const uint16_t *scale, const int8_t *zero,
+                   int threads)
 {
-    const repacking job = {w, data, scale};
+    const repacking job = {w, data, scale, zero};
     qinfer_parallel(pack_block, &job, blocks_of(w), threads);
 }
 

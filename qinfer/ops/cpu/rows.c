@@ -60,7 +60,6 @@ static void run(rows c, float *y, int threads)
     qinfer_parallel(pass, &w, (c.count + w.rows_a_pass - 1) / w.rows_a_pass, threads);
 }
 
-/* y is the norm of each of `count` rows of `size`. */
 void qinfer_norm(const norm *n, const float *x, int64_t count, int64_t size, float *y, int threads)
 {
     run(normalized(n, x, count, size), y, threads);

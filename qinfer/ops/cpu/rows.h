@@ -28,6 +28,9 @@ rows copied(const float *x, int64_t count, int64_t size);
 rows normalized(const norm *n, const float *x, int64_t count, int64_t size);
 rows activated(int kind, const float *x, const float *up, int64_t count, int64_t size);
 
+/* y is the norm of each of `count` rows of `size`; y may be x. */
+void qinfer_norm(const norm *n, const float *x, int64_t count, int64_t size, float *y, int threads);
+
 /* Norms of heads and rotary positions, in place, of the heads of one token. cos and sin are [half] or
  * NULL. */
 void rotate_heads(float *x, int64_t heads, int64_t half, const norm *n, const float *cos,

@@ -14,8 +14,8 @@ typedef struct {
     int32_t scale_is_fp16; /* of INT4 and INT8; else bf16 */
     int64_t rows, columns;
     int64_t group;         /* columns that share a scale, or a block of NF4, a power of 2; else all */
-    int64_t row_bytes;     /* of data that lies as it does on disk */
-    uint8_t *data;         /* INT4 and INT8: as packed.c lays it out */
+    int64_t row_bytes;     /* on disk */
+    uint8_t *data;         /* as packed.c or dense.c lays it out */
     const float *absmax;   /* NF4: [rows * columns / group] */
     const float *code;     /* NF4: [16] */
 } weight;
@@ -63,6 +63,13 @@ static inline void put(const product *p, int64_t token, int64_t row, int64_t row
         }
     }
 }
+
+/* Bytes of a weight's data, and filling it from the layout on disk: see quant/affine.py and quant/nf4.py. */
+int64_t packed_bytes(const weight *w);
+int64_t dense_bytes(const weight *w);
+void packed_repack(const weight *w, const uint8_t *data, const uint16_t *scale, const int8_t *zero,
+                   int threads);
+void dense_repack(const weight *w, const uint8_t *data, int threads);
 
 /* Products of `count` rows, at most GRAIN, from `row` on, a multiple of GRAIN, with the tokens of a sweep
  * from `token` on. */

@@ -1,13 +1,13 @@
 """The weights that the kernels compute with, and which ones they take.
 
-Dense and NF4 weights are read where they lie in the mapped file; 4- and 8-bit ones are repacked
-once, when the model is loaded.
+They are repacked once, when the model is loaded, into memory that comes in huge pages.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,7 +48,9 @@ def _map(size: int) -> mmap.mmap:
 
 
 class NativeWeight:
-    """A weight that a kernel computes with.
+    """A weight in the layout of packed.c or dense.c.
+
+    Activations are rounded to 16 bits for 4- and 8-bit weights.
 
     Attributes:
         weight: As it lies in the mapped file; kept, since the description may point into it.
@@ -56,10 +58,19 @@ class NativeWeight:
         shape: (N, K).
     """
 
-    def __init__(self, description: kernels.Weight, weight: Weight) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, source: _Source, weight: Weight, arena: Arena, *, threads: int
+    ) -> None:
+        """Repack a weight of which `source` is the description."""
         self.weight = weight
-        self.description = description
+        self.description = source.description
         self.shape = weight.shape
+        self._data = arena.take(library.qinfer_weight_bytes(self.description))
+        self.description.data = self._data.data_ptr()
+        library.qinfer_repack(
+            *(self.description, source.data.data_ptr()),
+            *(kernels.address(source.scale), kernels.address(source.zero), threads),
+        )
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Output rows `start:stop` in fp32, [stop - start, K]."""
@@ -70,27 +81,14 @@ class NativeWeight:
         return self.weight.to(device)
 
 
-class PackedWeight(NativeWeight):
-    """A 4- or 8-bit weight in the layout of packed.c; activations are rounded to 16 bits for it."""
+@dataclass(slots=True)
+class _Source:
+    """What a weight is repacked from."""
 
-    def __init__(
-        self, library: ctypes.CDLL, weight: AffineWeight, arena: Arena, *, threads: int
-    ) -> None:
-        """Repack a weight of a kind that `_is_packable`."""
-        description = kernels.Weight(
-            kind=_INT4 if weight.bits == 4 else _INT8,
-            scale_is_fp16=weight.scale.dtype == torch.float16,
-            rows=weight.shape[0],
-            columns=weight.columns,
-            group=weight.columns // weight.scale.shape[1],
-            row_bytes=4 * weight.packed.shape[1],
-        )
-        self._data = arena.take(library.qinfer_packed_bytes(description))
-        description.data = self._data.data_ptr()
-        library.qinfer_repack(
-            description, weight.packed.data_ptr(), weight.scale.data_ptr(), threads
-        )
-        super().__init__(description, weight)
+    description: kernels.Weight
+    data: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
 
 
 def native(weight: Weight, arena: Arena, *, threads: int) -> Weight:
@@ -98,45 +96,63 @@ def native(weight: Weight, arena: Arena, *, threads: int) -> Weight:
 
     Args:
         weight: Any.
-        arena: Where a repacked weight goes.
+        arena: Where the repacked weight goes.
         threads: How many repack.
     """
     library = kernels.library()
-    if library is None:
+    source = None if library is None else _source(weight)
+    if library is None or source is None:
         return weight
+    return NativeWeight(library, source, weight, arena, threads=threads)
+
+
+def _source(weight: Weight) -> _Source | None:
     if isinstance(weight, AffineWeight):
-        packable = _is_packable(weight)
-        return PackedWeight(library, weight, arena, threads=threads) if packable else weight
-    description = _describe(weight)
-    if description is None:
-        return weight
-    return NativeWeight(description, weight)
-
-
-def _describe(weight: Weight) -> kernels.Weight | None:
+        return _affine(weight)
     if isinstance(weight, NF4Weight):
-        return _describe_nf4(weight)
+        return _nf4(weight)
     if isinstance(weight, DenseWeight):
-        return _describe_dense(weight.data)
+        return _dense(weight.data)
     return None
 
 
-def _describe_dense(data: Tensor) -> kernels.Weight | None:
-    kind = _DENSE.get(data.dtype)
-    if kind is None or data.stride(1) != 1:
+def _affine(weight: AffineWeight) -> _Source | None:
+    group, odd = divmod(weight.columns, weight.scale.shape[1])
+    if odd or (group % _RUN and weight.scale.shape[1] > 1):
+        return None  # groups are neither of whole runs nor of whole rows
+    tensors = (weight.packed, weight.scale)
+    if weight.scale.dtype == torch.float32 or not all(t.is_contiguous() for t in tensors):
         return None
+    if weight.zero is not None and (weight.bits == 8 or not weight.zero.is_contiguous()):
+        return None  # less its zero point, a value of 4 bits fits in 8
+    description = kernels.Weight(
+        kind=_INT4 if weight.bits == 4 and weight.zero is None else _INT8,
+        scale_is_fp16=weight.scale.dtype == torch.float16,
+        rows=weight.shape[0],
+        columns=weight.columns,
+        group=group,
+        row_bytes=4 * weight.packed.shape[1],
+    )
+    return _Source(description, *tensors, weight.zero)
+
+
+def _dense(data: Tensor) -> _Source | None:
+    kind = _DENSE.get(data.dtype)
+    if kind is None:
+        return None
+    data = data if data.stride(1) == 1 else data.contiguous()
     rows, columns = data.shape
-    return kernels.Weight(
+    description = kernels.Weight(
         kind=kind,
         rows=rows,
         columns=columns,
         group=columns,
         row_bytes=data.itemsize * data.stride(0),
-        data=data.data_ptr(),
     )
+    return _Source(description, data)
 
 
-def _describe_nf4(weight: NF4Weight) -> kernels.Weight | None:
+def _nf4(weight: NF4Weight) -> _Source | None:
     rows, columns = weight.shape
     if columns % weight.block_size or weight.block_size % 32 or weight.block_size.bit_count() != 1:
         return None  # blocks span rows, or are of a size that no library writes
@@ -144,21 +160,13 @@ def _describe_nf4(weight: NF4Weight) -> kernels.Weight | None:
         return None
     if not all(t.is_contiguous() for t in (weight.packed, weight.absmax, weight.code)):
         return None
-    return kernels.Weight(
+    description = kernels.Weight(
         kind=_NF4,
         rows=rows,
         columns=columns,
         group=weight.block_size,
         row_bytes=columns // 2,
-        data=weight.packed.data_ptr(),
         absmax=weight.absmax.data_ptr(),
         code=weight.code.data_ptr(),
     )
-
-
-def _is_packable(weight: AffineWeight) -> bool:
-    """Whether groups are of whole runs, or of whole rows, and scales have 16 bits."""
-    group, odd = divmod(weight.columns, weight.scale.shape[1])
-    whole = not odd and (group % _RUN == 0 or weight.scale.shape[1] == 1)
-    tensors = (weight.packed, weight.scale)
-    return whole and weight.scale.dtype != torch.float32 and all(t.is_contiguous() for t in tensors)
+    return _Source(description, weight.packed)

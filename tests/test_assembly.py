@@ -39,7 +39,7 @@ class CountingDecoder:
 @pytest.fixture(autouse=True)
 def _without_weights(monkeypatch):
     monkeypatch.setattr(assembly, "Decoder", CountingDecoder)
-    monkeypatch.setattr(assembly, "weights_bytes", lambda checkpoint, config: 0)
+    monkeypatch.setattr(assembly, "weights_bytes", lambda checkpoint, config, maps_tables: 0)
 
 
 def build(config, **options):

@@ -106,7 +106,9 @@ class PagedCache:
     Attributes:
         layers: Per layer, what attention reads and writes.
         layout: What it consists of.
-        blocks: Per group, how many blocks there are.
+        blocks: Per group, how many blocks there are to be given out. With padding there is one more
+            behind them, for tokens that fill a step up and belong to nobody.
+        padding_slot: The open block of such tokens, if there is padding.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class PagedCache:
         half: torch.dtype,
         device: torch.device,
         retained_tokens: int = RETAINED_TOKENS,
+        padding: bool = False,
     ) -> None:
         """Reserve memory; pages that no token has reached are not touched on a CPU.
 
@@ -128,9 +131,11 @@ class PagedCache:
             half: The 16-bit float type.
             device: Where.
             retained_tokens: So much of finished sequences is kept to be found again.
+            padding: Reserve a block and a slot more.
         """
         self.layout = layout
         self.blocks = tuple(blocks)
+        self.padding_slot = slots
         self._retained_tokens = retained_tokens
 
         def side(layer: int, *, is_keys: bool) -> KVSide:
@@ -139,8 +144,8 @@ class PagedCache:
                 kv_format.k_bits if is_keys else kv_format.v_bits,
                 is_keys=is_keys,
                 heads=(layout.kv_heads, layout.head_dim),
-                blocks=blocks[layout.groups[layer]],
-                slots=slots,
+                blocks=blocks[layout.groups[layer]] + padding,
+                slots=slots + padding,
                 half=half,
                 device=device,
             )

@@ -9,7 +9,8 @@ from qinfer.cache.paged import CacheLayout, PagedCache
 from qinfer.cache.tables import Reach
 from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.config import ModelConfig
-from qinfer.engine.engine import STEP_TOKENS, Engine
+from qinfer.engine.decoding import Decoding
+from qinfer.engine.engine import Engine, step_tokens_on
 from qinfer.engine.memory import MemoryPlan, default_budget, plan_memory
 from qinfer.errors import QInferError
 from qinfer.models.architectures import TABLE, prefix_in
@@ -39,7 +40,8 @@ class EngineOptions:
         context_policy: What happens there.
         memory_bytes: For everything; None is what is free, less a margin.
         max_sequences: Most that run at once; None is what the memory allows.
-        step_tokens: Most tokens in a step.
+        step_tokens: Most tokens in a step; None is what suits the device.
+        graphs: Whether decoding steps are captured as CUDA graphs on a GPU.
     """
 
     vocab_size: int
@@ -49,7 +51,8 @@ class EngineOptions:
     context_policy: ContextPolicy = "stop"
     memory_bytes: int | None = None
     max_sequences: int | None = None
-    step_tokens: int = STEP_TOKENS
+    step_tokens: int | None = None
+    graphs: bool = True
 
 
 def build_engine(
@@ -67,23 +70,38 @@ def build_engine(
     decoder = Decoder(checkpoint, config, ops)
     try:
         cache = PagedCache(
-            layout, plan.blocks, plan.max_sequences, half=ops.half, device=ops.device
+            layout,
+            plan.blocks,
+            plan.max_sequences,
+            half=ops.half,
+            device=ops.device,
+            padding=ops.fixed_steps,
         )
     except RuntimeError:  # the allocators of torch raise nothing narrower on all devices
         raise QInferError(
             f"the KV cache of {plan.kv_bytes / 1e9:,.2f} GB cannot be reserved",
             hint="Lower --memory, --ctx-size or --kv-bits.",
         ) from None
-    return Engine(
+    engine = Engine(
         decoder,
         cache,
         vocab_size=options.vocab_size,
         stop_ids=options.stop_ids,
         context_tokens=plan.context_tokens,
         max_sequences=plan.max_sequences,
-        step_tokens=options.step_tokens,
+        step_tokens=options.step_tokens or step_tokens_on(ops.device),
         ends_at_context=options.context_policy == "stop",
     )
+    engine.decode_with(
+        Decoding.of(
+            decoder,
+            cache,
+            vocab_size=options.vocab_size,
+            positions=plan.context_tokens,
+            graphs=options.graphs,
+        )
+    )
+    return engine
 
 
 def _check(config: ModelConfig, options: EngineOptions) -> None:
@@ -118,10 +136,10 @@ def _plan(
         plan = plan_memory(
             replace(config, max_position_embeddings=limit),
             layout,
-            weights_bytes=weights_bytes(checkpoint, config),
+            weights_bytes=weights_bytes(checkpoint, config, maps_tables=ops.maps_tables),
             budget_bytes=default_budget(ops.device) if budget is None else budget,
             device=ops.device,
-            step_tokens=options.step_tokens,
+            step_tokens=options.step_tokens or step_tokens_on(ops.device),
             max_sequences=options.max_sequences,
             context_tokens=options.context_tokens,
         )
@@ -130,12 +148,13 @@ def _plan(
         limit = plan.context_tokens
 
 
-def weights_bytes(checkpoint: Checkpoint, config: ModelConfig) -> int:
+def weights_bytes(checkpoint: Checkpoint, config: ModelConfig, *, maps_tables: bool = True) -> int:
     """Bytes of the weights that a forward pass reads.
 
-    An embedding that is not the head as well is left out: it is mapped, and few rows are touched.
+    An embedding that is not the head as well is left out where it is mapped: few rows are touched.
     """
     arch = TABLE[config.architecture]
     prefix = prefix_in(checkpoint.tensors, arch)
-    mapped = set() if config.tie_word_embeddings else {f"{prefix}{arch.embedding}.weight"}
+    is_read = config.tie_word_embeddings or not maps_tables
+    mapped = set() if is_read else {f"{prefix}{arch.embedding}.weight"}
     return sum(info.nbytes for name, info in checkpoint.tensors.items() if name not in mapped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qinfer.cache.paged import PagedCache
-from qinfer.cache.tables import SequenceBlocks
+from qinfer.engine.decoding import Decoding, Flight
 from qinfer.engine.scheduler import Chunk, Scheduler
 from qinfer.engine.sequence import Sequence
 from qinfer.errors import NumericsError, PromptError, QInferError
@@ -21,6 +22,9 @@ from qinfer.sampling import Sampler, SamplingParams
 
 STEP_TOKENS = 256
 """Tokens that go through the model at once; bounds the memory that activations take."""
+
+GPU_STEP_TOKENS = 1024
+"""The same on a GPU, which takes more at once to be busy."""
 
 _LEAST_STEP_TOKENS = 32
 
@@ -44,6 +48,11 @@ class EngineStats:
     preemptions: int
 
 
+def step_tokens_on(device: torch.device) -> int:
+    """Most tokens in a step, where nothing else is asked for."""
+    return GPU_STEP_TOKENS if device.type == "cuda" else STEP_TOKENS
+
+
 class Engine:
     """Prefills prompts in chunks and decodes many sequences at once.
 
@@ -55,6 +64,7 @@ class Engine:
         stop_ids: Tokens that end a sequence.
         context_tokens: Most tokens that a sequence attends to, prompt and output together.
         ends_at_context: Whether a sequence ends there; else its oldest tokens are dropped.
+        decoding: Runs steps in which every sequence has one token, see `decode_with`.
         warn: Called with a sentence when something had to give way.
     """
 
@@ -84,9 +94,17 @@ class Engine:
         self.stop_ids = frozenset(stop_ids)
         self.context_tokens = context_tokens
         self.ends_at_context = ends_at_context
+        self.decoding: Decoding | None = None
         self.warn: Callable[[str], None] = lambda message: None
+        self._ahead: Flight | None = None
         self._reused_tokens = 0
         self._last_added: Sequence | None = None
+
+    def decode_with(self, decoding: Decoding | None) -> None:
+        """Run steps in which every sequence has one token by this, if it is something."""
+        self.decoding = decoding
+        if decoding is not None:
+            decoding.warn = lambda message: self.warn(message)
 
     def add(
         self, prompt_ids: SequenceOf[int], params: SamplingParams, max_tokens: int | None
@@ -160,13 +178,20 @@ class Engine:
 
     def _step(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
         self._note_start(chunks)
-        ready = [i for i, c in enumerate(chunks) if c.tokens == c.sequence.pending_tokens]
         try:
-            logits = self._run(chunks, ready)
+            if self.decoding is not None and self._is_decoding(chunks):
+                return self._decode(self.decoding, chunks)
+            return self._advance(chunks)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             return self._give_way(chunks)
+
+    def _advance(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
+        """Run any chunks."""
+        self._ahead = None
+        ready = [i for i, c in enumerate(chunks) if c.tokens == c.sequence.pending_tokens]
+        logits = self._run(chunks, ready)
         for sequence, count, _ in chunks:
             self._store(sequence, sequence.computed_tokens + count)
         advanced = []
@@ -175,6 +200,40 @@ class Engine:
                 self._sample(sequence, logits[row])
                 advanced.append(sequence)
         return advanced
+
+    def _is_decoding(self, chunks: SequenceOf[Chunk]) -> bool:
+        return all(c.sequence.pending_tokens == 1 and not c.sequence.followers for c in chunks)
+
+    def _decode(self, decoding: Decoding, chunks: SequenceOf[Chunk]) -> list[Sequence]:
+        """Run one token of each sequence, launched in the step before if that could foresee it."""
+        sequences = [chunk.sequence for chunk in chunks]
+        greedy = all(sequence.sampler.is_greedy for sequence in sequences)
+        flight, self._ahead = self._ahead, None
+        if flight is None or not flight.is_of(sequences) or any(c.copies for c in chunks):
+            for chunk in chunks:
+                self.cache.copy(chunk.copies)
+            flight = decoding.launch(sequences)
+        for sequence in sequences:
+            self._store(sequence, sequence.computed_tokens + 1)
+        if greedy and self._foresees(sequences):
+            self._ahead = decoding.launch_ahead(flight)
+        if not greedy:
+            for sequence, logits in zip(sequences, flight.logits(), strict=True):
+                self._sample(sequence, logits)
+            return sequences
+        for sequence, token in zip(sequences, flight.greedy(), strict=True):
+            if token is None:
+                self._fail(sequence, self._blame(sequence))
+            else:
+                self._append(sequence, token)
+        return sequences
+
+    def _foresees(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the same sequences will probably run in the next step."""
+        scheduler = self.scheduler
+        admits = scheduler.waiting and len(scheduler.running) < scheduler.max_sequences
+        ends = any(sequence.new_tokens + 1 >= sequence.max_tokens for sequence in sequences)
+        return not (admits or ends)
 
     def _note_start(self, chunks: SequenceOf[Chunk]) -> None:
         now = time.perf_counter()
@@ -191,12 +250,15 @@ class Engine:
         hidden = self.decoder.forward(batch, self.cache.layers)
         if not ready:
             return hidden[:0]
-        last = batch.offsets[1:] - 1
-        return self.decoder.logits(hidden[last[list(ready)].to(hidden.device)])
+        if len(ready) == len(hidden):
+            return self.decoder.logits(hidden)
+        ends = list(itertools.accumulate(chunk.tokens for chunk in chunks))
+        last = torch.tensor([ends[i] - 1 for i in ready], device=hidden.device)
+        return self.decoder.logits(hidden[last])
 
     def _batch(self, parts: SequenceOf[tuple[Sequence, int, int]]) -> Batch:
         """Lay parts of sequences side by side: (sequence, first token, tokens)."""
-        blocks = [_blocks_of(sequence) for sequence, _, _ in parts]
+        blocks = [sequence.held_blocks for sequence, _, _ in parts]
         groups = range(len(self.cache.layout.reaches))
         return Batch.of(
             [(s.token_ids[first : first + count], first) for s, first, count in parts],
@@ -207,7 +269,7 @@ class Engine:
 
     def _store(self, sequence: Sequence, computed_tokens: int) -> None:
         """Note that tokens are in the cache; share what is full, release what is out of sight."""
-        blocks = _blocks_of(sequence)
+        blocks = sequence.held_blocks
         sequence.computed_tokens = computed_tokens
         self.scheduler.tables.publish(blocks, sequence.token_ids, computed_tokens)
         self.scheduler.tables.trim(blocks, computed_tokens)
@@ -228,16 +290,25 @@ class Engine:
         try:
             token = sequence.sampler.sample(logits, sequence.token_ids)
         except NumericsError as error:
-            sequence.error = error  # of the penalties, if the model's part of it is sound
-            if not bool(logits[: self.vocab_size].isfinite().all()):
-                sequence.error = self._blame(sequence)
-            sequence.finish_reason = "error"
+            sound = bool(logits[: self.vocab_size].isfinite().all())  # then it is the penalties
+            self._fail(sequence, error if sound else self._blame(sequence))
         else:
-            sequence.token_ids.append(token)
-            if token in self.stop_ids:
-                sequence.finish_reason = "stop"
-            elif sequence.new_tokens >= sequence.max_tokens:
-                sequence.finish_reason = "length"
+            self._append(sequence, token)
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        sequence.token_ids.append(token)
+        if token in self.stop_ids:
+            sequence.finish_reason = "stop"
+        elif sequence.new_tokens >= sequence.max_tokens:
+            sequence.finish_reason = "length"
+        self._note_progress(sequence)
+
+    def _fail(self, sequence: Sequence, error: QInferError) -> None:
+        sequence.error = error
+        sequence.finish_reason = "error"
+        self._note_progress(sequence)
+
+    def _note_progress(self, sequence: Sequence) -> None:
         sequence.last_token_s = time.perf_counter()
         if sequence.first_token_s is None:
             sequence.first_token_s = sequence.last_token_s
@@ -260,13 +331,13 @@ class Engine:
             )
             return []
         sequence = chunks[0].sequence
-        sequence.finish_reason = "error"
-        sequence.error = QInferError(
-            "out of memory with one sequence running",
-            hint="Lower --ctx-size or --kv-bits, or use a smaller model.",
+        self._fail(
+            sequence,
+            QInferError(
+                "out of memory with one sequence running",
+                hint="Lower --ctx-size or --kv-bits, or use a smaller model.",
+            ),
         )
-        sequence.first_token_s = sequence.last_token_s = time.perf_counter()
-        scheduler.remove(sequence)
         return [sequence]
 
     def _blame(self, sequence: Sequence) -> NumericsError:
@@ -289,7 +360,7 @@ class Engine:
     def _replay(self, sequence: Sequence, watch: Watch) -> bool:
         """Compute all of a running sequence anew; False if there are too few blocks for that."""
         tables, length = self.scheduler.tables, sequence.computed_tokens
-        tables.release(_blocks_of(sequence))
+        tables.release(sequence.held_blocks)
         sequence.blocks = tables.new([])
         for start in range(0, length, self.scheduler.step_tokens):
             count = min(self.scheduler.step_tokens, length - start)
@@ -299,12 +370,6 @@ class Engine:
             self.decoder.forward(batch, self.cache.layers, watch=watch)
             tables.trim(sequence.blocks, start + count)
         return True
-
-
-def _blocks_of(sequence: Sequence) -> SequenceBlocks:
-    if sequence.blocks is None:
-        raise RuntimeError("the sequence does not run")
-    return sequence.blocks
 
 
 def _is_out_of_memory(error: Exception) -> bool:

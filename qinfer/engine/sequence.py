@@ -64,6 +64,13 @@ class Sequence:
         return len(self.token_ids) - self.computed_tokens
 
     @property
+    def held_blocks(self) -> SequenceBlocks:
+        """Its blocks; only while it runs."""
+        if self.blocks is None:
+            raise RuntimeError("the sequence does not run")
+        return self.blocks
+
+    @property
     def is_unanswered(self) -> bool:
         """Whether nothing has come of its prompt yet, neither a token nor an error."""
         return self.new_tokens == 0 and self.finish_reason is None

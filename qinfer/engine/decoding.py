@@ -1,0 +1,284 @@
+"""Decoding steps of fixed shape over fixed buffers, which a GPU replays from one launch.
+
+A step takes its tokens from buffers and leaves the likeliest next ones there, so that the next step
+of the same sequences can be launched before the host has read what came of this one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qinfer.cache.paged import PagedCache
+from qinfer.engine.sequence import Sequence
+from qinfer.models.decoder import Decoder
+from qinfer.ops.paged import Batch
+from qinfer.quant.kv import BLOCK_TOKENS
+
+_LEAST_WIDTH = 64  # of a block table: 2,048 tokens
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched; what comes of it may still be on its way.
+
+    Attributes:
+        sequences: In the order of the rows.
+        positions: Of the token that each of them runs.
+    """
+
+    sequences: list[Sequence]
+    positions: list[int]
+    _step: _FixedStep
+    _results: Tensor
+    _arrived: torch.cuda.Event | None
+
+    def is_of(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether it runs the next token of just these sequences."""
+        return len(sequences) == len(self.sequences) and all(
+            a is b and b.computed_tokens == position
+            for a, b, position in zip(self.sequences, sequences, self.positions, strict=True)
+        )
+
+    def greedy(self) -> list[int | None]:
+        """Per sequence the likeliest token, None where a logit was not finite; waits for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, broken = self._results[:, : len(self.sequences)].tolist()
+        return [None if bad else token for token, bad in zip(tokens, broken, strict=True)]
+
+    def logits(self) -> Tensor:
+        """fp32 [sequences, vocab] on the CPU, if no other step has been launched since."""
+        return self._step.logits[: len(self.sequences)].cpu()
+
+
+class Decoding:
+    """Launches decoding steps; shapes are rounded up to powers of two, so that there are few.
+
+    Attributes:
+        graphs: Whether steps are captured as CUDA graphs; false after that failed.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: PagedCache, *, vocab_size: int, positions: int, graphs: bool
+    ) -> None:
+        """Prepare for sequences of so many positions; longer ones cost a new capture now and then.
+
+        Args:
+            decoder: The model.
+            cache: With padding, see `PagedCache`.
+            vocab_size: Ids from here on are never chosen.
+            positions: Of the longest sequence.
+            graphs: Capture CUDA graphs, if the device is one that has them.
+        """
+        self.graphs = graphs and decoder.ops.device.type == "cuda"
+        self.warn: Callable[[str], None] = lambda message: None
+        self._decoder = decoder
+        self._cache = cache
+        self._vocab_size = vocab_size
+        self._positions = positions
+        self._steps: dict[tuple[int, ...], _FixedStep] = {}
+        self._pool: Any = None  # of memory, that all graphs share
+
+    @classmethod
+    def of(
+        cls,
+        decoder: Decoder,
+        cache: PagedCache,
+        *,
+        vocab_size: int,
+        positions: int,
+        graphs: bool = True,
+    ) -> Decoding | None:
+        """What suits the decoder's backend, which may be nothing."""
+        if not decoder.ops.fixed_steps:
+            return None
+        return cls(decoder, cache, vocab_size=vocab_size, positions=positions, graphs=graphs)
+
+    def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
+        """Run the next token of each of these sequences, whose blocks have room for it."""
+        positions = [s.computed_tokens for s in sequences]
+        self._reserve(max(positions) + 1)
+        rows = [
+            (s.token_ids[p], p, s.slot or 0, s.held_blocks.tables)
+            for s, p in zip(sequences, positions, strict=True)
+        ]
+        lengths = [max(map(len, tables)) for tables in zip(*(row[3] for row in rows), strict=True)]
+        key = (_power(len(rows)), *(max(_power(n), _LEAST_WIDTH) for n in lengths))
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._new_step(key)
+        step.load(rows)
+        return self._fly(step, list(sequences), positions)
+
+    def launch_ahead(self, flight: Flight) -> Flight | None:
+        """Launch the step behind one that is being computed, on the likeliest tokens of that.
+
+        Only what lies in the same blocks can be, and only with embeddings on the device.
+        """
+        positions = [p + 1 for p in flight.positions]
+        if not self._decoder.embeds_on_device or any(p % BLOCK_TOKENS == 0 for p in positions):
+            return None
+        self._reserve(max(positions) + 1)
+        if flight._step not in self._steps.values():
+            return None
+        return self._fly(flight._step, flight.sequences, positions)
+
+    def _fly(self, step: _FixedStep, sequences: list[Sequence], positions: list[int]) -> Flight:
+        results, arrived = step.launch()
+        return Flight(sequences, positions, step, results, arrived)
+
+    def _reserve(self, positions: int) -> None:
+        """Have rotary tables for so many positions; captured steps read them where they are."""
+        rotary = self._decoder.rotary
+        while self._positions < positions:
+            self._positions *= 2
+        if rotary is not None and rotary.reserve(self._positions):
+            self._steps.clear()
+
+    def _new_step(self, key: tuple[int, ...]) -> _FixedStep:
+        step = _FixedStep(self._decoder, self._cache, key, vocab_size=self._vocab_size)
+        if not self.graphs:
+            return step
+        try:
+            self._pool = step.capture(self._pool)
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            self.graphs = False
+            self.warn(
+                f"the decoding step could not be captured as a CUDA graph ({_line(error)}); "
+                "going on without"
+            )
+            step = _FixedStep(self._decoder, self._cache, key, vocab_size=self._vocab_size)
+        return step
+
+
+class _FixedStep:
+    """A step of so many sequences, with block tables so wide.
+
+    Attributes:
+        logits: fp32 [size, vocab] of the last launch.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: PagedCache, key: tuple[int, ...], *, vocab_size: int
+    ) -> None:
+        """`key` is the number of sequences and, per group of layers, the width of the tables."""
+        self._decoder = decoder
+        self._cache = cache
+        self._vocab_size = vocab_size
+        self._size, *self._widths = key
+        device = decoder.ops.device
+        on_gpu = device.type == "cuda"
+        count = self._size * (1 + sum(self._widths))
+        self._host_longs = torch.zeros(2, self._size, dtype=torch.int64, pin_memory=on_gpu)
+        self._host_ints = torch.zeros(count, dtype=torch.int32, pin_memory=on_gpu)
+        self._longs = self._host_longs.to(device, copy=True)
+        self._ints = self._host_ints.to(device, copy=True)
+        slots, *tables = self._split(self._ints)
+        self._batch = Batch(
+            ids=self._longs[0],
+            positions=self._longs[1],
+            starts=self._longs[1],
+            offsets=torch.arange(self._size + 1, device=device),
+            tables=tuple(tables),
+            slots=slots.view(-1),
+            last_position=0,
+            longest=1,
+        )
+        self._x: Tensor | None = None
+        if not decoder.embeds_on_device:
+            shape = self._size, decoder.config.hidden_size
+            self._x = torch.zeros(shape, dtype=decoder.ops.dtype, device=device)
+        self._results = torch.zeros(2, self._size, dtype=torch.int64, device=device)
+        self._host_results = itertools.cycle(
+            torch.zeros(2, self._size, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)
+        )
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.logits = torch.empty(0)
+
+    def _split(self, ints: Tensor) -> list[Tensor]:
+        """Slots [size, 1] and tables [size, width] in the buffer that they share."""
+        widths = [1, *self._widths]
+        parts = torch.split_with_sizes(ints, [self._size * n for n in widths])
+        return [part.view(self._size, n) for part, n in zip(parts, widths, strict=True)]
+
+    def load(self, rows: SequenceOf[tuple[int, int, int, SequenceOf[SequenceOf[int]]]]) -> None:
+        """Set the inputs: of each sequence token, position, slot and a table per group."""
+        ids, positions = self._host_longs.numpy()
+        slots, *tables = (part.numpy() for part in self._split(self._host_ints))
+        ids[:], positions[:], slots[:] = 0, 0, self._cache.padding_slot
+        for table, block in zip(tables, self._cache.blocks, strict=True):
+            table[len(rows) :, 0] = block  # the one behind all that are given out
+        for i, (token, position, slot, its) in enumerate(rows):
+            ids[i], positions[i], slots[i] = token, position, slot
+            for table, row in zip(tables, its, strict=True):
+                table[i, : len(row)] = row
+        for table in tables:
+            table.clip(0, out=table)  # blocks that were given back
+        if self._x is not None:
+            ids_and_positions = self._host_longs.unbind()
+            self._x.copy_(self._decoder.embed(*ids_and_positions))
+        self._longs.copy_(self._host_longs, non_blocking=True)
+        self._ints.copy_(self._host_ints, non_blocking=True)
+
+    def launch(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start it; the results, int64 [2, size], are on the host once the event has happened."""
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+        results = next(self._host_results)
+        results.copy_(self._results, non_blocking=True)
+        if not results.is_pinned():
+            return results, None
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return results, arrived
+
+    def capture(self, pool: Any) -> Any:
+        """Record the step as a CUDA graph; returns the memory pool that graphs share.
+
+        Raises:
+            RuntimeError: Something in it cannot be captured.
+        """
+        self.load([])  # only padding: what runs before the capture changes nothing
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels are compiled, and libraries take their workspaces
+                self._compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._compute()
+        self._graph = graph
+        return graph.pool()
+
+    def _compute(self) -> None:
+        decoder, batch = self._decoder, self._batch
+        x = self._x
+        # What the blocks get may be overwritten.
+        x = decoder.embed(batch.ids, batch.positions) if x is None else x.clone()
+        hidden = decoder.run(x, batch, self._cache.layers)
+        self.logits = decoder.logits(hidden)
+        tokens, broken = decoder.ops.greedy(self.logits, self._vocab_size)
+        self._results[0].copy_(tokens)
+        self._results[1].copy_(broken)
+        self._batch.ids.copy_(tokens)
+        self._batch.positions.add_(1)
+
+
+def _power(n: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (n - 1).bit_length()
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

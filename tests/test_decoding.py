@@ -1,0 +1,195 @@
+"""Decoding over fixed buffers gives what steps of any shape give; on a GPU it is captured."""
+
+import pytest
+import torch
+
+from qinfer.checkpoint.safetensors import Checkpoint
+from qinfer.config import ModelConfig, read_json
+from qinfer.engine.assembly import EngineOptions, build_engine
+from qinfer.engine.decoding import Decoding
+from qinfer.models.decoder import Decoder
+from qinfer.ops.cpu.ops import CPUOps
+from qinfer.quant.kv import KVFormat
+from qinfer.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+PENALIZED = SamplingParams(temperature=0, repetition_penalty=1.3)
+NAMES = ["llama", "gpt2", "mistral"]
+
+
+class FixedOps(CPUOps):
+    """The CPU's operations in decoding steps as a GPU has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fixed_steps = True
+
+
+def engine_of(directory, ops, *, bits=16, stop_ids=(), **options):
+    config = ModelConfig.from_dict(read_json(directory / "config.json"))
+    return build_engine(
+        Checkpoint(directory),
+        config,
+        ops,
+        EngineOptions(
+            vocab_size=config.vocab_size,
+            stop_ids=frozenset(stop_ids),
+            formats=(KVFormat(bits, bits),) * config.num_hidden_layers,
+            **{"max_sequences": 4, "memory_bytes": 1 << 30} | options,
+        ),
+    )
+
+
+def run(engine, jobs):
+    """(prompt, params, max_tokens) → the tokens of each."""
+    sequences = [engine.add(prompt, params, count) for prompt, params, count in jobs]
+    while engine.stats.running or engine.stats.waiting:
+        engine.step()
+    assert all(sequence.error is None for sequence in sequences)
+    return [sequence.token_ids for sequence in sequences]
+
+
+def prompt(length, seed):
+    return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+JOBS = [
+    (prompt(5, 0), GREEDY, 70),
+    (prompt(31, 1), GREEDY, 3),
+    (prompt(40, 2), GREEDY, 33),
+    (prompt(1, 3), GREEDY, 64),
+    (prompt(64, 4), GREEDY, 20),
+]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many steps were launched, and how many of them ahead."""
+    counts = {"launch": 0, "launch_ahead": 0}
+
+    def count(name):
+        function = getattr(Decoding, name)
+
+        def counting(self, argument):
+            flight = function(self, argument)
+            counts[name] += flight is not None
+            return flight
+
+        monkeypatch.setattr(Decoding, name, counting)
+
+    for name in counts:
+        count(name)
+    return counts
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_the_tokens_are_the_same(tiny_model, counted, name, bits):
+    directory = tiny_model(name)
+    expected = run(engine_of(directory, CPUOps(), bits=bits), JOBS)
+    assert counted["launch"] == 0
+    assert run(engine_of(directory, FixedOps(), bits=bits), JOBS) == expected
+    assert counted["launch_ahead"] > counted["launch"] > 0
+
+
+@pytest.mark.parametrize("params", [SEEDED, PENALIZED])
+def test_what_the_host_samples_is_not_launched_ahead(tiny_model, counted, params):
+    directory = tiny_model("llama")
+    jobs = [(JOBS[0][0], params, 20), (JOBS[1][0], GREEDY, 20)]
+    expected = run(engine_of(directory, CPUOps()), jobs)
+    assert run(engine_of(directory, FixedOps()), jobs) == expected
+    assert counted["launch"] > counted["launch_ahead"] == 0
+
+
+def test_with_embeddings_on_the_host_nothing_is_launched_ahead(tiny_model, counted, monkeypatch):
+    directory = tiny_model("gpt2")
+    expected = run(engine_of(directory, CPUOps()), JOBS)
+    monkeypatch.setattr(Decoder, "embeds_on_device", False)
+    assert run(engine_of(directory, FixedOps()), JOBS) == expected
+    assert counted["launch"] > counted["launch_ahead"] == 0
+
+
+def test_a_stop_token_that_was_not_foreseen_ends_a_sequence(tiny_model):
+    directory = tiny_model("llama")
+    whole = run(engine_of(directory, CPUOps()), JOBS)
+    stop = whole[0][len(JOBS[0][0]) + 10]
+    expected = run(engine_of(directory, CPUOps(), stop_ids={stop}), JOBS)
+    assert expected != whole
+    assert run(engine_of(directory, FixedOps(), stop_ids={stop}), JOBS) == expected
+
+
+def test_sequences_that_are_cancelled_or_come_later_change_nothing(tiny_model):
+    directory = tiny_model("llama")
+    (expected,) = run(engine_of(directory, CPUOps()), JOBS[:1])
+    engine = engine_of(directory, FixedOps())
+    first, second = (engine.add(*job) for job in JOBS[:3:2])
+    for _ in range(9):
+        engine.step()
+    engine.cancel(second)
+    for _ in range(3):
+        engine.step()
+    engine.add(*JOBS[4])
+    while engine.stats.running or engine.stats.waiting:
+        engine.step()
+    assert first.token_ids == expected
+
+
+def test_choices_of_one_prompt_part_where_they_are_sampled(tiny_model):
+    directory = tiny_model("llama")
+    jobs = [(JOBS[0][0], SamplingParams(temperature=1.0, seed=i), 20) for i in range(3)]
+    jobs.append((JOBS[0][0], GREEDY, 40))
+    expected = run(engine_of(directory, CPUOps()), jobs)
+    assert run(engine_of(directory, FixedOps()), jobs) == expected
+
+
+def test_a_context_that_slides_outgrows_what_was_reserved(tiny_model):
+    directory = tiny_model("llama")
+    options = {"context_tokens": 64, "context_policy": "sinks", "bits": 8}
+    jobs = [(prompt(20, 5), GREEDY, 300)]
+    expected = run(engine_of(directory, CPUOps(), **options), jobs)
+    assert run(engine_of(directory, FixedOps(), **options), jobs) == expected
+
+
+def test_blocks_that_run_out_are_given_up_and_computed_again(tiny_model):
+    directory = tiny_model("llama")
+    few = {"memory_bytes": None}
+    engine = engine_of(directory, FixedOps(), **few)
+    for pool in (group[1] for group in engine.scheduler.tables._groups):
+        del pool._free[: len(pool._free) - 4]
+    expected = run(engine_of(directory, CPUOps()), JOBS)
+    assert run(engine, JOBS) == expected
+    assert engine.stats.preemptions > 0
+
+
+def test_nan_is_noticed_and_blamed(tiny_model):
+    engine = engine_of(tiny_model("llama"), FixedOps())
+    sequences = [engine.add(*JOBS[0]), engine.add(*JOBS[2])]
+    for _ in range(5):
+        engine.step()
+    engine.decoder.blocks[1].parameters.attention_norm.weight.fill_(float("nan"))
+    while engine.stats.running or engine.stats.waiting:
+        engine.step()
+    for sequence in sequences:
+        assert sequence.finish_reason == "error"
+        assert "layer 1" in str(sequence.error)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_captured_step_gives_what_single_launches_give(tiny_model, name, bits):
+    from qinfer.ops.cuda.ops import CUDAOps
+
+    def tokens(*, graphs):
+        ops = CUDAOps(torch.device("cuda", 0), torch.float32, half=torch.float16)
+        engine = engine_of(tiny_model(name), ops, bits=bits, graphs=graphs)
+        warnings = []
+        engine.warn = warnings.append
+        found = run(engine, JOBS)
+        assert not warnings
+        assert engine.decoding.graphs == graphs
+        return found
+
+    assert tokens(graphs=True) == tokens(graphs=False)

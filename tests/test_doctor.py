@@ -381,7 +381,7 @@ class TestFit:
     def test_one_that_does_not_fit_is_fatal(self, machine, tiny_model):
         self.leave(machine, tiny_model("llama"), 20)
         found = self.fit(tiny_model("llama"))
-        judge(found, "problem", "one sequence of 64 tokens", "--ctx-size")
+        judge(found, "problem", "one sequence of 64 tokens", "--scheme")
         assert found.is_fatal
         assert run("doctor", tiny_model("llama"), code=1).stdout.splitlines()[-2].startswith("prob")
 

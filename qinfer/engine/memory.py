@@ -16,6 +16,7 @@ import torch
 from qinfer.cache.paged import RETAINED_TOKENS, CacheLayout
 from qinfer.cache.tables import blocks_for
 from qinfer.config import ModelConfig
+from qinfer.engine.remedies import remedies
 from qinfer.errors import QInferError
 
 _MOST_SEQUENCES = {"cpu": 32, "cuda": 256}
@@ -24,6 +25,7 @@ _MOST_SEQUENCES = {"cpu": 32, "cuda": 256}
 _USUAL_TOKENS = 1024  # of a sequence, to judge how many run at once
 _LEAST_CONTEXT_TOKENS = 64
 _MARGIN = 0.1  # of what is free, left to others
+_LIBRARY_BYTES = {"cpu": 0, "cuda": 320 << 20}  # of cuBLAS, graphs, and parts of attention
 _FIXED_BYTES = 64 << 20  # tokenizer, tables, the allocator's slack
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -137,7 +139,7 @@ def plan_memory(
     most = max_sequences or _MOST_SEQUENCES[device.type]
     step = max(step_tokens, most)
     limit = context_tokens or config.max_position_embeddings
-    workspace = workspace_bytes(config, tokens=step, sequences=most)
+    workspace = workspace_bytes(config, tokens=step, sequences=most) + _LIBRARY_BYTES[device.type]
     left = budget_bytes - weights_bytes - workspace
     if max_sequences is None:
         most = min(most, _sequences_that_fit(layout, left, limit, step))
@@ -146,13 +148,19 @@ def plan_memory(
     least = context_tokens or min(limit, _LEAST_CONTEXT_TOKENS)
     if context < least:
         need = layout.sequence_bytes(least, step) + ((max_sequences or 1) - 1) * layout.slot_bytes()
+        slots, beside = (max_sequences or 1) - 1, budget_bytes - workspace
+
+        def fits(weights: int, its: CacheLayout, tokens: int) -> bool:
+            return weights + its.sequence_bytes(tokens, step) + slots * its.slot_bytes() <= beside
+
         raise QInferError(
             f"the model needs {_size(weights_bytes)} for weights, {_size(workspace)} for "
             f"activations and {_size(need)} of KV cache for one sequence of "
             f"{least:,} tokens: {_size(need - left)} more than "
             f"the {_size(budget_bytes)} it may use",
-            hint="Raise --memory, lower --ctx-size, use --kv-bits 8 or 4, or convert the model "
-            "to fewer bits.",
+            hint=remedies(
+                config, layout, weights_bytes=weights_bytes, context_tokens=least, fits=fits
+            ),
         )
     blocks = _blocks_that_fit(layout, left - most * layout.slot_bytes(), context, most, step)
     kv_bytes = sum(n * layout.block_bytes(group) for group, n in enumerate(blocks))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from qinfer.ops.cpu import kernels
 from tests import kernel_builds, tiny_models
+
+# Triton reads this when it is imported: without a CUDA device kernels run interpreted, on the CPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 find_library = kernels.library  # as it is before the fixture below replaces it
 

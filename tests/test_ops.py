@@ -1,6 +1,8 @@
 """The reference operations against their definitions, written out, and against torch's own."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -318,3 +320,8 @@ def test_a_token_alone_is_the_same_to_the_bit_where_that_is_asked_for(name):
     for n in (1, 2, 3, 17, 33):
         assert torch.equal(call(one_by_one, n), whole[:n])
     torch.testing.assert_close(whole, call(OPS, 40), rtol=1e-5, atol=1e-5)
+
+
+def test_triton_is_not_imported_where_it_is_not_used():
+    code = "import qinfer_cli.main, qinfer.ops, sys; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

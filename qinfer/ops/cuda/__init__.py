@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA devices; importing this package alone does not import Triton."""

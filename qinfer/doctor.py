@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from qinfer.quant.kv import KVFormat
 
 State = Literal["ok", "warning", "problem"]
-LEAST_CAPABILITY = (7, 0)
-"""Of a GPU: from Volta on."""
-
 _ROOT = Path("/")
 _LITTLE_MEMORY_BYTES = 1 << 30
 _LITTLE_DISK_BYTES = 5 << 30
@@ -198,6 +195,8 @@ def gpu() -> Finding:
     """The GPU that torch sees, and whether it can be used."""
     import torch
 
+    from qinfer.ops import LEAST_CAPABILITY
+
     triton = _version_of("triton")
     facts: dict[str, Any] = {"cuda": torch.version.cuda, "triton": triton, "devices": []}
     with warnings.catch_warnings(record=True) as caught:
@@ -324,7 +323,7 @@ def fit(directory: Path, config: ModelConfig, kv_format: KVFormat) -> Finding:
     from qinfer.cache.paged import CacheLayout
     from qinfer.checkpoint.safetensors import Checkpoint
     from qinfer.engine.assembly import weights_bytes
-    from qinfer.engine.engine import STEP_TOKENS
+    from qinfer.engine.engine import step_tokens_on
     from qinfer.engine.memory import default_budget, plan_memory
     from qinfer.quant.kv import BLOCK_TOKENS
 
@@ -349,7 +348,7 @@ def fit(directory: Path, config: ModelConfig, kv_format: KVFormat) -> Finding:
             weights_bytes=weights,
             budget_bytes=budget,
             device=device,
-            step_tokens=STEP_TOKENS,
+            step_tokens=step_tokens_on(device),
         )
     except QInferError as error:
         return Finding("model", "problem", str(error), error.hint, facts, is_fatal=True)
@@ -370,6 +369,8 @@ def fit(directory: Path, config: ModelConfig, kv_format: KVFormat) -> Finding:
 
 def _device_to_use() -> torch.device:
     import torch
+
+    from qinfer.ops import LEAST_CAPABILITY
 
     usable = torch.cuda.is_available() and torch.cuda.get_device_capability(0) >= LEAST_CAPABILITY
     return torch.device("cuda" if usable else "cpu")

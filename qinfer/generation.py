@@ -134,6 +134,7 @@ class LanguageModel:
         tokenizer: Its tokenizer.
         chat_template: Its chat template, None if there is none.
         kv_format: Of the key-value cache.
+        device_options: How the device is used.
         engine: The engine over its decoder.
     """
 
@@ -147,7 +148,7 @@ class LanguageModel:
         kv_format: KVFormat | None = None,
         memory_bytes: int | None = None,
         max_sequences: int | None = None,
-        deterministic: bool = False,
+        device_options: ops.DeviceOptions = ops.DEFAULT,
     ) -> None:
         """Open a Hugging Face directory; weights are mapped, not read.
 
@@ -160,14 +161,14 @@ class LanguageModel:
             kv_format: Of the key-value cache; None is the directory's default.
             memory_bytes: For weights, cache and activations; None is what is free, less a margin.
             max_sequences: Most that run at once; None is what the memory allows.
-            deterministic: Compute token by token where kernels do not promise that a token's
-                result is independent of those beside it.
+            device_options: How the device is used.
 
         Raises:
             CheckpointError: Something is missing, damaged or does not fit together.
             UnsupportedModelError: Architecture or weight format is not covered.
         """
         self.directory = directory
+        self.device_options = device_options
         raw = read_json(directory / "config.json")
         self.config = ModelConfig.from_dict(raw, origin=str(directory / "config.json"))
         check_quantization(raw, directory)
@@ -180,7 +181,7 @@ class LanguageModel:
         self.engine = build_engine(
             Checkpoint(directory),
             self.config,
-            ops.select(device, deterministic=deterministic),
+            ops.select(device, device_options),
             EngineOptions(
                 vocab_size=self.tokenizer.vocab_size,
                 stop_ids=frozenset(self._stop_ids()),
@@ -189,6 +190,7 @@ class LanguageModel:
                 context_policy=context_policy,
                 memory_bytes=memory_bytes,
                 max_sequences=max_sequences,
+                graphs=device_options.graphs,
             ),
         )
         self._completions: dict[Sequence, Completion] = {}

@@ -130,7 +130,7 @@ def decoder(tiny_model):
         directory = tiny_model(name)
         config = ModelConfig.from_dict(read_json(directory / "config.json"))
         one_by_one = (
-            ops.select("cpu", deterministic=True)
+            ops.select("cpu", ops.DeviceOptions(deterministic=True))
             if kind == "cpu"
             else ReferenceOps(CPU, torch.float32, deterministic=True)
         )

@@ -6,6 +6,7 @@ from click.testing import CliRunner
 
 from qinfer.errors import QInferError
 from qinfer.generation import LanguageModel
+from qinfer.ops import DeviceOptions
 from qinfer.quant.kv import KVFormat
 from qinfer_cli.main import cli
 from qinfer_cli.options import size
@@ -70,13 +71,14 @@ def test_without_options_the_model_decides(opened_with):
         "memory_bytes": None,
         "max_sequences": None,
         "context_policy": "stop",
-        "deterministic": False,
+        "device_options": DeviceOptions(),
     }
 
 
 def test_options_reach_the_model(opened_with):
     options = ("--ctx-size", 99, "--memory", "2GiB", "--context-policy", "sinks")
-    found = opened_with(*BATCH, *options, "--batch-size", 7, "--deterministic", "--device", "cpu")
+    on_gpus = ("--embeddings", "host", "--int8-kernel", "bnb", "--no-graph", "--deterministic")
+    found = opened_with(*BATCH, *options, *on_gpus, "--batch-size", 7, "--device", "cpu")
     assert found == {
         "device": "cpu",
         "context_tokens": 99,
@@ -84,7 +86,9 @@ def test_options_reach_the_model(opened_with):
         "memory_bytes": 2 << 30,
         "max_sequences": 7,
         "context_policy": "sinks",
-        "deterministic": True,
+        "device_options": DeviceOptions(
+            deterministic=True, embeddings_on_host=True, int8_by_bitsandbytes=True, graphs=False
+        ),
     }
 
 

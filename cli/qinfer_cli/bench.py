@@ -12,7 +12,7 @@ import click
 
 from qinfer_cli.loading import load_model
 from qinfer_cli.options import (
-    device_option,
+    device_options,
     json_option,
     kv_bits_list,
     numbers,
@@ -114,7 +114,7 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
     callback=_plot_file,
     help="Also plot tok/s against depth and batch: a .png or .svg file. Needs matplotlib.",
 )
-@device_option
+@device_options
 @threads_option
 @json_option
 @quiet_option

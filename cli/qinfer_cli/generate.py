@@ -15,8 +15,7 @@ from qinfer.sampling import SamplingParams, resolve_params
 from qinfer_cli.loading import load_model, warn
 from qinfer_cli.options import (
     context_policy_option,
-    deterministic_option,
-    device_option,
+    device_options,
     json_option,
     kv_options,
     memory_option,
@@ -94,8 +93,7 @@ _OF_BATCHES = (*_STARTING, "ordered", "batch_size")
 @context_policy_option
 @kv_options
 @memory_option
-@deterministic_option
-@device_option
+@device_options
 @threads_option
 @json_option
 @quiet_option
@@ -124,7 +122,6 @@ def generate(**options: Any) -> None:
         context_policy=options["context_policy"],
         memory_bytes=options["memory"],
         max_sequences=options["batch_size"] if prompt is None else 1,
-        deterministic=options["deterministic"],
     )
     if prompt is None:
         from qinfer_cli.batch.run import run_batch

@@ -130,12 +130,6 @@ context_policy_option = click.option(
     help="At the end of the context: stop, drop the oldest tokens, or the same but keep the "
     "first 4.",
 )
-deterministic_option = click.option(
-    "--deterministic",
-    is_flag=True,
-    help="A prompt's tokens never depend on its neighbours. Slower; needless on a CPU with "
-    "compiled kernels.",
-)
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print results and errors only.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 device_option = click.option(
@@ -145,6 +139,54 @@ device_option = click.option(
     show_default=True,
     help="Where to run; auto takes a GPU if there is one.",
 )
+
+
+def device_options(command: Command) -> Command:
+    """Add `--device` and `--deterministic`, and what a GPU alone has.
+
+    The command gets `device`, and in `device_options` the arguments of `qinfer.ops.DeviceOptions`.
+    """
+
+    @functools.wraps(command)
+    def wrapper(**kwargs: Any) -> Any:
+        options = {
+            "deterministic": kwargs.pop("deterministic"),
+            "embeddings_on_host": kwargs.pop("embeddings") == "host",
+            "int8_by_bitsandbytes": kwargs.pop("int8_kernel") == "bnb",
+            "graphs": not kwargs.pop("no_graph"),
+        }
+        return command(device_options=options, **kwargs)
+
+    for option in (
+        click.option(
+            "--no-graph", is_flag=True, help="On a GPU: launch a step's kernels one by one."
+        ),
+        click.option(
+            "--int8-kernel",
+            type=click.Choice(["triton", "bnb"]),
+            default="triton",
+            show_default=True,
+            help="On a GPU: what multiplies int8 weights; bnb is LLM.int8 of bitsandbytes.",
+        ),
+        click.option(
+            "--embeddings",
+            type=click.Choice(["device", "host"]),
+            default="device",
+            show_default=True,
+            help="On a GPU: where 16-bit embeddings are; host saves its memory.",
+        ),
+        click.option(
+            "--deterministic",
+            is_flag=True,
+            help="A prompt's tokens never depend on its neighbours. Slower; needless on a CPU with "
+            "compiled kernels.",
+        ),
+        device_option,
+    ):
+        wrapper = option(wrapper)
+    return wrapper
+
+
 threads_option = click.option(
     "--threads", type=click.IntRange(1, 1024), help="CPU threads; all physical cores if not given."
 )

@@ -26,7 +26,8 @@ from qinfer.cache.tables import blocks_for
 from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.config import ModelConfig
 from qinfer.engine.assembly import weights_bytes
-from qinfer.engine.engine import STEP_TOKENS, Engine
+from qinfer.engine.decoding import Decoding
+from qinfer.engine.engine import STEP_TOKENS, Engine, step_tokens_on
 from qinfer.engine.memory import default_budget, forget_peak, peak_bytes, workspace_bytes
 from qinfer.engine.sequence import Sequence
 from qinfer.errors import QInferError
@@ -257,6 +258,7 @@ class _Plan:
                 half=decoder.ops.half,
                 device=decoder.ops.device,
                 retained_tokens=self.blocks * BLOCK_TOKENS,
+                padding=decoder.ops.fixed_steps,
             )
         except RuntimeError:  # the allocators of torch raise nothing narrower on all devices
             raise QInferError(
@@ -269,7 +271,16 @@ class _Plan:
             stop_ids=(),
             context_tokens=self.context_tokens,
             max_sequences=self.sequences,
-            step_tokens=self.step_tokens,
+            step_tokens=max(step_tokens_on(decoder.ops.device), self.sequences),
+        )
+        engine.decode_with(
+            Decoding.of(
+                decoder,
+                cache,
+                vocab_size=model.tokenizer.vocab_size,
+                positions=self.context_tokens,
+                graphs=model.device_options.graphs,
+            )
         )
         engine.warn = _refuse
         return engine
@@ -380,8 +391,10 @@ class Benchmark:
         )
 
     def _decode(self, engine: Engine, case: Case) -> Run:
-        sequences = [
-            engine.add([*self._prefix(case, i), *self._ids(self._draw, 1)], _GREEDY, None)
+        vocab_size = self.model.tokenizer.vocab_size
+        first = self._draw.randrange(vocab_size)
+        sequences = [  # neighbours differ, since of equal prompts one waits for the other
+            engine.add([*self._prefix(case, i), (first + i) % vocab_size], _GREEDY, None)
             for i in range(case.batch)
         ]
         while any(sequence.is_unanswered for sequence in sequences):

@@ -1,5 +1,6 @@
 """Benchmarks run what they say and count it exactly; no test asserts a time."""
 
+import itertools
 import shutil
 from fractions import Fraction
 
@@ -198,6 +199,12 @@ class TestResults:
         (result,) = Benchmark(llama).run(plan(llama, new_tokens=[1]), repetitions=2)
         assert result.tokens_per_s == Spread(3, 3, 3)
         assert result.latency_s == Spread(0.5, 0.5, 0.5)
+
+    def test_sequences_decode_together_also_where_a_token_is_drawn_twice(self, llama, monkeypatch):
+        drawn = itertools.cycle([5, 5, 6])
+        monkeypatch.setattr(Benchmark, "_ids", lambda self, draw, count: [next(drawn)] * count)
+        (result,) = Benchmark(llama).run(plan(llama, new_tokens=[4], batches=[3]), repetitions=1)
+        assert result.tokens_per_s.low > 0
 
     def test_values_that_are_not_finite_are_an_error(self, tiny_model, tmp_path):
         shutil.copytree(tiny_model("llama"), tmp_path / "m")

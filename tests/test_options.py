@@ -1,13 +1,18 @@
 """Options that several commands share, and what reaches the model of them."""
 
+from types import SimpleNamespace
+
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
+from qinfer import ops
 from qinfer.errors import QInferError
 from qinfer.generation import LanguageModel
 from qinfer.ops import DeviceOptions
 from qinfer.quant.kv import KVFormat
+from qinfer_cli import loading
 from qinfer_cli.main import cli
 from qinfer_cli.options import size
 
@@ -109,3 +114,25 @@ def test_one_prompt_runs_alone(opened_with):
 )
 def test_bits_of_keys_and_values_go_before_those_of_both(opened_with, options, k_bits, v_bits):
     assert opened_with("-p", "hi", *options)["kv_format"] == KVFormat(k_bits, v_bits)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_triton", "has_kernels", "words"),
+    [
+        ("cuda", False, True, "Triton is not installed"),
+        ("cpu", True, False, "without a C compiler"),
+        ("cuda", True, False, ""),
+        ("cpu", False, True, ""),
+    ],
+)
+def test_slow_operations_are_warned_of(monkeypatch, capsys, device, has_triton, has_kernels, words):
+    monkeypatch.setattr(ops, "has_triton", lambda: has_triton)
+    model = SimpleNamespace(
+        engine=SimpleNamespace(
+            decoder=SimpleNamespace(ops=SimpleNamespace(device=torch.device(device)))
+        )
+    )
+    loading._warn_of_slow_operations(model, has_kernels)
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("Warning: ") == bool(words)

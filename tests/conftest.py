@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from qinfer.ops.cpu import kernels
+from qinfer_converters.convert import convert
+from qinfer_converters.huggingface import HuggingFaceSource
+from qinfer_converters.plan import make_plan
 from tests import kernel_builds, tiny_models
 
 # Triton reads this when it is imported: without a CUDA device kernels run interpreted, on the CPU.
@@ -32,6 +35,24 @@ def tiny_model(models_directory: Path) -> Callable[..., Path]:
     def get(name: str, dtype: str = "float32") -> Path:
         directory = models_directory / f"{name}-{dtype}"
         return directory if directory.exists() else tiny_models.build(directory, name, dtype=dtype)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def converted(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
+    """`converted(name, scheme)`: a tiny model, converted once; tests must not change it."""
+    done: dict[tuple[str, str], Path] = {}
+
+    def get(name: str, scheme: str) -> Path:
+        if (name, scheme) not in done:
+            out = tmp_path_factory.mktemp("converted") / "model"
+            source = HuggingFaceSource(tiny_model(name))
+            convert(source, make_plan(source, scheme, 32 if scheme == "int4" else None), out)
+            done[name, scheme] = out
+        return done[name, scheme]
 
     return get
 

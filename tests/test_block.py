@@ -12,29 +12,11 @@ from qinfer.ops.cpu.block import NativeBlocks
 from qinfer.ops.cpu.ops import CPUOps
 from qinfer.ops.paged import Batch
 from qinfer.quant.kv import KVFormat
-from qinfer_converters.convert import convert
-from qinfer_converters.huggingface import HuggingFaceSource
-from qinfer_converters.plan import make_plan
 from tests.tiny_models import SHAPES
 
 CPU = torch.device("cpu")
 # Positions that end within, at the end of and beyond a block; one and many tokens.
 STEPS = [[(0, 40)], [(40, 1), (0, 9)], [(41, 23), (9, 1)], [(64, 2)]]
-
-
-@pytest.fixture(scope="module")
-def converted(tiny_model, tmp_path_factory):
-    done = {}
-
-    def get(name, scheme):
-        if (name, scheme) not in done:
-            out = tmp_path_factory.mktemp("block") / "model"
-            source = HuggingFaceSource(tiny_model(name))
-            convert(source, make_plan(source, scheme, 32 if scheme == "int4" else None), out)
-            done[name, scheme] = out
-        return done[name, scheme]
-
-    return get
 
 
 def run(directory, *, whole, threads, bits=16):

@@ -6,18 +6,14 @@ import torch
 pytest.importorskip("triton")
 
 from qinfer.checkpoint.safetensors import Checkpoint
-from qinfer.config import ModelConfig, read_json
-from qinfer.engine.assembly import EngineOptions, build_engine
+from qinfer.config import ModelConfig
 from qinfer.models.decoder import Decoder
 from qinfer.ops.cuda.blocks import FusedBlocks
 from qinfer.ops.cuda.ops import CUDAOps
 from qinfer.ops.reference import ReferenceOps
-from qinfer.quant.kv import KVFormat
 from qinfer.quant.weights import AffineWeight, DenseWeight
 from qinfer.sampling import SamplingParams
-from qinfer_converters.convert import convert
-from qinfer_converters.huggingface import HuggingFaceSource
-from qinfer_converters.plan import make_plan
+from tests.engines import engine_of
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
@@ -29,42 +25,12 @@ STEPS = 40 if HAS_GPU else 2
 on_any_device = pytest.mark.gpu if HAS_GPU else pytest.mark.filterwarnings("default::Warning")
 
 
-@pytest.fixture(scope="module")
-def converted(tiny_model, tmp_path_factory):
-    done = {}
-
-    def get(name, scheme):
-        if (name, scheme) not in done:
-            out = tmp_path_factory.mktemp("cuda") / "model"
-            source = HuggingFaceSource(tiny_model(name))
-            convert(source, make_plan(source, scheme, 32 if scheme == "int4" else None), out)
-            done[name, scheme] = out
-        return done[name, scheme]
-
-    return get
-
-
 def fp32_ops(**options):
     return CUDAOps(DEVICE, torch.float32, half=torch.float16, **options)
 
 
 def reference_ops():
     return ReferenceOps(DEVICE, torch.float32, half=torch.float16)
-
-
-def engine_of(directory, ops, *, bits=16, **options):
-    config = ModelConfig.from_dict(read_json(directory / "config.json"))
-    return build_engine(
-        Checkpoint(directory),
-        config,
-        ops,
-        EngineOptions(
-            vocab_size=config.vocab_size,
-            stop_ids=frozenset(),
-            formats=(KVFormat(bits, bits),) * config.num_hidden_layers,
-            **{"max_sequences": 4, "memory_bytes": 1 << 30} | options,
-        ),
-    )
 
 
 def generate(engine, prompts, new_tokens):
@@ -94,6 +60,13 @@ def hidden_states(directory, ops, steps):
     return found
 
 
+def assert_like_the_reference(directory):
+    expected = hidden_states(directory, reference_ops(), STEPS)
+    found = hidden_states(directory, fp32_ops(), STEPS)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
 @on_any_device
 @pytest.mark.parametrize(
     ("name", "scheme"),
@@ -106,11 +79,7 @@ def hidden_states(directory, ops, steps):
     ],
 )
 def test_hidden_states_are_the_reference_operations(converted, name, scheme):
-    directory = converted(name, scheme)
-    expected = hidden_states(directory, reference_ops(), STEPS)
-    found = hidden_states(directory, fp32_ops(), STEPS)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    assert_like_the_reference(converted(name, scheme))
 
 
 @on_any_device
@@ -123,7 +92,7 @@ def test_several_sequences_write_what_the_reference_writes(converted, bits):
 
 def test_what_the_blocks_share_is_one_product(converted):
     directory = converted("llama", "int4")
-    config = ModelConfig.from_dict(read_json(directory / "config.json"))
+    config = ModelConfig.read(directory)
     decoder = Decoder(Checkpoint(directory), config, fp32_ops())
     assert isinstance(decoder.whole_blocks, FusedBlocks)
     for block in decoder.blocks:
@@ -135,7 +104,7 @@ def test_what_the_blocks_share_is_one_product(converted):
 
 def test_biases_of_what_is_joined_are_joined(converted):
     directory = converted("qwen2", "int8")
-    config = ModelConfig.from_dict(read_json(directory / "config.json"))
+    config = ModelConfig.read(directory)
     decoder = Decoder(Checkpoint(directory), config, fp32_ops())
     (joined,) = decoder.blocks[0].parameters.qkv
     assert joined.bias.shape == (joined.weight.shape[0],)
@@ -143,7 +112,7 @@ def test_biases_of_what_is_joined_are_joined(converted):
 
 def test_a_tied_embedding_is_on_the_device_once(tiny_model):
     directory = tiny_model("llama")
-    config = ModelConfig.from_dict(read_json(directory / "config.json"))
+    config = ModelConfig.read(directory)
     decoder = Decoder(Checkpoint(directory), config, fp32_ops())
     assert isinstance(decoder.lm_head, DenseWeight)
     assert decoder.embed_tokens.data_ptr() == decoder.lm_head.data.data_ptr()
@@ -165,11 +134,7 @@ def test_embeddings_that_stay_on_the_host_are_not_counted(converted):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 def test_integers_of_every_architecture_are_the_reference_operations(converted, name, scheme):
-    directory = converted(name, scheme)
-    expected = hidden_states(directory, reference_ops(), STEPS)
-    found = hidden_states(directory, fp32_ops(), STEPS)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    assert_like_the_reference(converted(name, scheme))
 
 
 @pytest.mark.gpu

@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from qinfer.checkpoint.safetensors import Checkpoint
-from qinfer.config import ModelConfig, read_json
-from qinfer.engine.assembly import EngineOptions, build_engine
 from qinfer.engine.decoding import Decoding
 from qinfer.models.decoder import Decoder
 from qinfer.ops.cpu.ops import CPUOps
-from qinfer.quant.kv import KVFormat
 from qinfer.sampling import SamplingParams
+from tests.engines import engine_of
 
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
@@ -24,21 +21,6 @@ class FixedOps(CPUOps):
     def __init__(self):
         super().__init__()
         self.fixed_steps = True
-
-
-def engine_of(directory, ops, *, bits=16, stop_ids=(), **options):
-    config = ModelConfig.from_dict(read_json(directory / "config.json"))
-    return build_engine(
-        Checkpoint(directory),
-        config,
-        ops,
-        EngineOptions(
-            vocab_size=config.vocab_size,
-            stop_ids=frozenset(stop_ids),
-            formats=(KVFormat(bits, bits),) * config.num_hidden_layers,
-            **{"max_sequences": 4, "memory_bytes": 1 << 30} | options,
-        ),
-    )
 
 
 def run(engine, jobs):

@@ -71,7 +71,7 @@ def assert_like_the_reference(directory):
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        ("llama-mqa-llama3", "int8"),
+        ("llama-mqa-llama3", "bf16"),
         ("gpt2", "nf4"),
         ("qwen2", "bf16"),
         ("qwen3", "bf16"),

@@ -27,7 +27,7 @@ from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.config import ModelConfig
 from qinfer.engine.assembly import weights_bytes
 from qinfer.engine.decoding import Decoding
-from qinfer.engine.engine import STEP_TOKENS, Engine, step_tokens_on
+from qinfer.engine.engine import Engine, step_tokens_on
 from qinfer.engine.memory import default_budget, forget_peak, peak_bytes, workspace_bytes
 from qinfer.engine.sequence import Sequence
 from qinfer.errors import QInferError
@@ -193,10 +193,13 @@ def require_memory(
     Raises:
         QInferError: One does not fit, or there is no such device.
     """
-    budget = default_budget(ops.select(device).device)
-    weights = weights_bytes(Checkpoint(directory), config)
+    its = ops.select(device)
+    budget = default_budget(its.device)
+    weights = weights_bytes(Checkpoint(directory), config, maps_tables=its.maps_tables)
     for plan in map(partial(_Plan.of, config), _by_format(cases)):
-        work = workspace_bytes(config, tokens=plan.step_tokens, sequences=plan.sequences)
+        work = workspace_bytes(
+            config, tokens=plan.step_tokens(its.device), sequences=plan.sequences
+        )
         if weights + work + plan.kv_bytes > budget:
             raise QInferError(
                 f"{plan.sequences:,} sequences of {plan.context_tokens:,} tokens take "
@@ -235,10 +238,9 @@ class _Plan:
             context_tokens=max(case.context_tokens for case in cases),
         )
 
-    @property
-    def step_tokens(self) -> int:
+    def step_tokens(self, device: torch.device) -> int:
         """Most tokens of a step."""
-        return max(STEP_TOKENS, self.sequences)
+        return max(step_tokens_on(device), self.sequences)
 
     @property
     def kv_bytes(self) -> int:
@@ -271,7 +273,7 @@ class _Plan:
             stop_ids=(),
             context_tokens=self.context_tokens,
             max_sequences=self.sequences,
-            step_tokens=max(step_tokens_on(decoder.ops.device), self.sequences),
+            step_tokens=self.step_tokens(decoder.ops.device),
         )
         engine.decode_with(
             Decoding.of(

@@ -329,7 +329,9 @@ def fit(directory: Path, config: ModelConfig, kv_format: KVFormat) -> Finding:
 
     device = _device_to_use()
     layout = CacheLayout.of(config, (kv_format,) * config.num_hidden_layers)
-    weights, budget = weights_bytes(Checkpoint(directory), config), default_budget(device)
+    maps_tables = device.type == "cpu"
+    weights = weights_bytes(Checkpoint(directory), config, maps_tables=maps_tables)
+    budget = default_budget(device)
     groups = range(len(layout.reaches))
     token = sum(layout.block_bytes(group) for group in groups) / BLOCK_TOKENS
     facts = {

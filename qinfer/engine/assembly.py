@@ -89,7 +89,7 @@ def build_engine(
         stop_ids=options.stop_ids,
         context_tokens=plan.context_tokens,
         max_sequences=plan.max_sequences,
-        step_tokens=options.step_tokens or step_tokens_on(ops.device),
+        step_tokens=_step_tokens(options, ops),
         ends_at_context=options.context_policy == "stop",
     )
     engine.decode_with(
@@ -102,6 +102,10 @@ def build_engine(
         )
     )
     return engine
+
+
+def _step_tokens(options: EngineOptions, ops: ReferenceOps) -> int:
+    return options.step_tokens or step_tokens_on(ops.device)
 
 
 def _check(config: ModelConfig, options: EngineOptions) -> None:
@@ -139,7 +143,7 @@ def _plan(
             weights_bytes=weights_bytes(checkpoint, config, maps_tables=ops.maps_tables),
             budget_bytes=default_budget(ops.device) if budget is None else budget,
             device=ops.device,
-            step_tokens=options.step_tokens or step_tokens_on(ops.device),
+            step_tokens=_step_tokens(options, ops),
             max_sequences=options.max_sequences,
             context_tokens=options.context_tokens,
         )

@@ -92,8 +92,8 @@ def own_block(
 def floats(block, length, IS_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
     """The first tokens of a block of floats; 0 behind them."""
     token, channel = axes(BLOCK, PADDED, IS_KEYS)
-    where = channel * BLOCK + token if IS_KEYS else token * HEAD_DIM + channel
-    x = tl.load(block + where, channel < HEAD_DIM, 0.0)
+    where = block + place_in_block(token, channel, IS_KEYS, HEAD_DIM)
+    x = tl.load(where, channel < HEAD_DIM, 0.0)
     return tl.where(token < length, x, 0.0)
 
 

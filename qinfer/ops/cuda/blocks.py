@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,22 +11,6 @@ from qinfer.ops.block import BlockParameters, Norm, Projection, Rotation
 from qinfer.ops.cuda import attention, rows
 from qinfer.ops.cuda.attention_launches import Preparation
 from qinfer.ops.paged import Batch, KVLayer
-from qinfer.quant.weights import Weight
-
-
-class Linear(Protocol):
-    """`CUDAOps.linear`."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        *,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """[tokens, K] → [tokens, N]."""
-        ...
 
 
 class FusedBlocks:
@@ -38,8 +21,9 @@ class FusedBlocks:
         parameters: Sequence[BlockParameters],
         norm: Norm,
         dtype: torch.dtype,
-        linear: Linear,
+        linear: Callable[..., Tensor],
     ) -> None:
+        """`linear` is `CUDAOps.linear`."""
         self._parameters = parameters
         self._norm = norm
         self._dtype = dtype

@@ -6,7 +6,7 @@
 #include <string.h>
 
 /* Passes a thread: a few tokens take microseconds, in which each pass costs a part of one. */
-enum { FEW_TOKENS = 8, FEW_PASSES = 2, MANY_PASSES = 8, FLOATS_A_PASS = 1 << 14 };
+enum { FEW_PASSES = 2, MANY_PASSES = 8, FLOATS_A_PASS = 1 << 14 };
 
 /* The forms of an input. */
 enum { FLOATS, SPLIT, QUANTIZED };
@@ -31,7 +31,7 @@ void qinfer_repack(const weight *w, const uint8_t *data, const uint16_t *scale, 
 int64_t qinfer_input_bytes(int64_t tokens, int64_t columns)
 {
     const int64_t a_run = RUN * (int64_t)(sizeof(float) + sizeof(int16_t)) + (int64_t)(2 * sizeof(float));
-    return (tokens + TILE - 1) * runs_of(columns) * a_run;
+    return (tokens + WIDE_TILE - 1) * runs_of(columns) * a_run;
 }
 
 typedef struct {
@@ -64,7 +64,7 @@ static input prepare(const rows *from, const weight *w, void *workspace, int thr
     x->runs = runs_of(from->size);
     x->span_runs = span_runs(w);
     x->spans = (x->runs + x->span_runs - 1) / x->span_runs;
-    x->side = smaller(x->tokens, TILE);
+    x->side = x->tokens > PACKED_FEW ? WIDE_TILE : smaller(x->tokens, TILE);
     const int64_t places = (x->tokens + x->side - 1) / x->side * x->side;
     x->floats = workspace;
     x->units = x->floats + x->tokens * x->runs * RUN;
@@ -115,7 +115,7 @@ void multiply(const product *products, int64_t count, const rows *from, void *wo
         while (end < count && same_input(products->w, products[end].w))
             grains += grains_of(&products[end++]);
         const input x = prepare(from, products->w, workspace, threads);
-        const int64_t passes = (from->count > FEW_TOKENS ? MANY_PASSES : FEW_PASSES) * threads;
+        const int64_t passes = (from->count > PACKED_FEW ? MANY_PASSES : FEW_PASSES) * threads;
         const work w = {products, &x, end, (grains + passes - 1) / passes};
         qinfer_parallel(work_pass, &w, (grains + w.grains_a_pass - 1) / w.grains_a_pass, threads);
     }

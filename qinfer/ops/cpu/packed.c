@@ -18,7 +18,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { ROWS = 8, FEW_TOKENS = 8, CHUNK_RUNS = 20, BYTES_AHEAD = 3072 };
+enum { ROWS = 8, CHUNK_RUNS = 20, BYTES_AHEAD = 3072 };
 
 /* Where things are in a repacked weight. */
 typedef struct {
@@ -126,7 +126,7 @@ void packed_repack(const weight *w, const uint8_t *data, const uint16_t *scale, 
 /* 16 rows of some runs, unpacked once for many tokens: pairs of columns of 8 and 8 rows, and their scales,
  * one per span. */
 typedef struct {
-    int16_t pairs[CHUNK_RUNS * RUN / 2][2][2 * ROWS];
+    _Alignas(64) int16_t pairs[CHUNK_RUNS * RUN / 2][2][2 * ROWS];
     float scales[CHUNK_RUNS][2][ROWS];
 } chunk;
 
@@ -147,7 +147,7 @@ void clear_token(const input *x, int64_t token)
 
 void packed_rows(const product *p, const input *x, int64_t token, int64_t row, int64_t count)
 {
-    if (x->tokens <= FEW_TOKENS)
+    if (x->tokens <= PACKED_FEW)
         CHOOSE(few_tokens)(p, x, row, count);
     else
         CHOOSE(many_tokens)(p, x, token, row, count);

@@ -51,21 +51,19 @@ static void VARIANT(quantize)(const input *x, int64_t token)
 
 /* ---- weights ---- */
 
-/* A run's 16 pairs of columns of 8 rows, in 16 bits; 4-bit ones stored + 8. */
-INLINE void VARIANT(unpack_run)(const uint8_t *data, v16s pairs[RUN / 2], int kind)
+/* The pairs of columns 4j … 4j + 3 of 16 in a run of 8 rows, in 16 bits; 4-bit ones stored + 8. */
+INLINE void VARIANT(unpack)(const uint8_t *data, int j, v16s pairs[4], int kind)
 {
-    for (int j = 0; j < 4; j++) {
-        if (kind == INT4) {
-            const v16u v = *(const v16u_in_memory *)(data + 32 * j);
-            pairs[4 * j] = (v16s)(v & 15);
-            pairs[4 * j + 1] = (v16s)(v >> 4 & 15);
-            pairs[4 * j + 2] = (v16s)(v >> 8 & 15);
-            pairs[4 * j + 3] = (v16s)(v >> 12);
-        } else {
-            for (int i = 4 * j; i < 4 * j + 4; i++)
-                pairs[i] = VARIANT(load_16_int8)((const int8_t *)data + 16 * i);
-        }
+    if (kind == INT8) {
+        for (int i = 0; i < 4; i++)
+            pairs[i] = VARIANT(load_16_int8)((const int8_t *)data + 16 * (4 * j + i));
+        return;
     }
+    const v16u v = *(const v16u_in_memory *)(data + 32 * j);
+    pairs[0] = (v16s)(v & 15);
+    pairs[1] = (v16s)(v >> 4 & 15);
+    pairs[2] = (v16s)(v >> 8 & 15);
+    pairs[3] = (v16s)(v >> 12);
 }
 
 INLINE v8 VARIANT(scales)(const weight *w, const uint8_t *from)
@@ -83,18 +81,21 @@ INLINE void VARIANT(add_run)(const uint8_t *data, const int16_t *values, v8i *do
 {
     const int bytes = kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN;
     const int chains = tokens > 2 ? 1 : 4 / tokens;
-    v16s pairs[RUN / 2];
     v8i sums[4][TILE];
     for (int line = 0; line < bytes; line += 64)
         __builtin_prefetch(data + BYTES_AHEAD + line);
-    VARIANT(unpack_run)(data, pairs, kind);
     for (int c = 0; c < chains; c++)
         for (int t = 0; t < tokens; t++)
             sums[c][t] = c ? VARIANT(splat_int)(0) : dots[t];
-    for (int i = 0; i < RUN / 2; i++)
-        for (int t = 0; t < tokens; t++)
-            sums[i % chains][t] =
-                VARIANT(dot_pairs)(sums[i % chains][t], pairs[i], values + t * RUN + 2 * i);
+#pragma GCC unroll 4 /* or gcc keeps pairs in memory */
+    for (int j = 0; j < 4; j++) {
+        v16s pairs[4];
+        VARIANT(unpack)(data, j, pairs, kind);
+        for (int i = 0; i < 4; i++)
+            for (int t = 0; t < tokens; t++)
+                sums[i % chains][t] =
+                    VARIANT(dot_pairs)(sums[i % chains][t], pairs[i], values + t * RUN + 8 * j + 2 * i);
+    }
     for (int t = 0; t < tokens; t++)
         for (int c = 0; c < chains; c++)
             dots[t] = c ? dots[t] + sums[c][t] : sums[0][t];
@@ -150,7 +151,7 @@ INLINE void VARIANT(few_of_kind)(const product *p, const input *x, int64_t row, 
 {
     const layout l = layout_of(p->w);
     const uint8_t *data = p->w->data + row / ROWS * l.block_bytes;
-    float sums[FEW_TOKENS][GRAIN];
+    float sums[PACKED_FEW][GRAIN];
     for (int64_t r = 0; r < count; r += ROWS, data += l.block_bytes)
         for (int64_t t = 0; t < x->tokens; t += TILE)
             switch (x->side) {
@@ -181,13 +182,15 @@ static void VARIANT(unpack_half)(const weight *w, const layout *l, const uint8_t
     for (int64_t run = first; run < first + runs; run++) {
         const int64_t group = run / l->runs_a_group, at = run - first;
         const uint8_t *data = block + run * l->run_bytes + group * 2 * ROWS;
-        v16s pairs[RUN / 2];
-        if (w->kind == INT4)
-            VARIANT(unpack_run)(data, pairs, INT4);
-        else
-            VARIANT(unpack_run)(data, pairs, INT8);
-        for (int i = 0; i < RUN / 2; i++)
-            *(v16s_in_memory *)to->pairs[at * RUN / 2 + i][half] = pairs[i] - zero;
+        for (int j = 0; j < 4; j++) {
+            v16s pairs[4];
+            if (w->kind == INT4)
+                VARIANT(unpack)(data, j, pairs, INT4);
+            else
+                VARIANT(unpack)(data, j, pairs, INT8);
+            for (int i = 0; i < 4; i++)
+                *(v16s_in_memory *)to->pairs[at * RUN / 2 + 4 * j + i][half] = pairs[i] - zero;
+        }
         if (at % span_runs == 0) {
             const int64_t end = (group + 1) * l->runs_a_group;
             const uint8_t *scales = block + end * l->run_bytes + group * 2 * ROWS;
@@ -212,21 +215,22 @@ static void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, cons
     const int16_t *values = x->values + place_of(x, token, x->runs, first) * RUN;
     const float *units = x->units + place_of(x, token, x->spans, first / x->span_runs);
     const int16_t(*pairs)[2][2 * ROWS] = c->pairs;
-    for (int64_t run = 0, span = 0; run < runs; span++, units += TILE) {
+    for (int64_t run = 0, span = 0; run < runs; span++, units += WIDE_TILE) {
         const int64_t end = smaller(run + x->span_runs, runs);
-        v8i a[TILE], b[TILE];
-        for (int t = 0; t < TILE; t++)
+        v8i a[WIDE_TILE], b[WIDE_TILE];
+        for (int t = 0; t < WIDE_TILE; t++)
             a[t] = b[t] = VARIANT(splat_int)(0);
-        for (; run < end; run++, values += TILE * RUN)
+        for (; run < end; run++, values += WIDE_TILE * RUN)
+#pragma GCC unroll 16
             for (int i = 0; i < RUN / 2; i++, pairs++) {
                 const v16s w = *(const v16s_in_memory *)pairs[0][0], v = *(const v16s_in_memory *)pairs[0][1];
-                for (int t = 0; t < TILE; t++) {
+                for (int t = 0; t < WIDE_TILE; t++) {
                     a[t] = VARIANT(dot_pairs)(a[t], w, values + t * RUN + 2 * i);
                     b[t] = VARIANT(dot_pairs)(b[t], v, values + t * RUN + 2 * i);
                 }
             }
         const v8 low = VARIANT(load)(c->scales[span][0]), high = VARIANT(load)(c->scales[span][1]);
-        for (int t = 0; t < TILE; t++) {
+        for (int t = 0; t < WIDE_TILE; t++) {
             const v8 unit = VARIANT(splat)(units[t]);
             float *to = sums[t];
             VARIANT(store)(to, VARIANT(load)(to) + __builtin_convertvector(a[t], v8) * (low * unit));
@@ -249,7 +253,7 @@ static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token
     for (int64_t first = 0; first < l.runs; first += step) {
         const int64_t runs = smaller(step, l.runs - first);
         VARIANT(unpack_chunk)(p, &l, row, count, first, runs, x->span_runs, &c);
-        for (int64_t t = 0; t < tokens; t += TILE)
+        for (int64_t t = 0; t < tokens; t += WIDE_TILE)
             VARIANT(many_tile)(&c, first, runs, x, token + t, sums + t);
     }
     put(p, token, row, count, tokens, sums);

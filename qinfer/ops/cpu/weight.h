@@ -30,7 +30,7 @@ typedef struct {
     int64_t adds;      /* whether to what is there */
 } product;
 
-enum { RUN = 32, GRAIN = 16, TILE = 4, DENSE_SWEEP = 96, PACKED_SWEEP = 128 };
+enum { RUN = 32, GRAIN = 16, TILE = 4, WIDE_TILE = 6, PACKED_FEW = 8, DENSE_SWEEP = 96, PACKED_SWEEP = 120 };
 
 /* Activations in the form that weights of some kind take. Quantized ones have `side` tokens side by side,
  * run for run, so that a tile reads one piece of memory; zeros fill the last one up. */
@@ -38,7 +38,7 @@ typedef struct {
     int64_t tokens;
     int64_t runs;             /* of 32 columns, the last one filled up with zeros */
     int64_t spans, span_runs; /* of runs that share a unit */
-    int64_t side;             /* all of them, TILE at most */
+    int64_t side;             /* all of them, TILE at most; of more than PACKED_FEW, WIDE_TILE */
     float *floats;   /* [tokens, 32 * runs]; for NF4 in the order of its nibbles */
     int16_t *values; /* [tokens / side, runs, side, 32] */
     float *units;    /* [tokens / side, spans, side]: of the values */

@@ -1,7 +1,7 @@
-"""Decoding steps of fixed shape over fixed buffers, which a GPU replays from one launch.
+"""Decoding steps of fixed shape over fixed buffers: one launch on a GPU, one call on a CPU.
 
-A step takes its tokens from buffers and leaves the likeliest next ones there, so that the next step
-of the same sequences can be launched before the host has read what came of this one.
+On a GPU a step takes its tokens from buffers and leaves the likeliest next ones there, so that the
+next step of the same sequences can be launched before the host has read what came of this one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qinfer.cache.paged import PagedCache
 from qinfer.engine.sequence import Sequence
 from qinfer.models.decoder import Decoder
+from qinfer.ops.block import Rotation, StepTensors
 from qinfer.ops.paged import Batch
 from qinfer.quant.kv import BLOCK_TOKENS
 
@@ -36,7 +39,7 @@ class Flight:
     sequences: list[Sequence]
     positions: list[int]
     _step: _FixedStep
-    _results: Tensor
+    _results: NDArray[np.int64]
     _arrived: torch.cuda.Event | None
 
     def is_of(self, sequences: SequenceOf[Sequence]) -> bool:
@@ -59,7 +62,9 @@ class Flight:
 
 
 class Decoding:
-    """Launches decoding steps; shapes are rounded up to powers of two, so that there are few.
+    """Launches decoding steps.
+
+    Where steps are captured, shapes are rounded up to powers of two, so that there are few.
 
     Attributes:
         graphs: Whether steps are captured as CUDA graphs; false after that failed.
@@ -78,12 +83,14 @@ class Decoding:
             graphs: Capture CUDA graphs, if the device is one that has them.
         """
         self.graphs = graphs and decoder.ops.device.type == "cuda"
+        self._queues = decoder.ops.fixed_steps
         self.warn: Callable[[str], None] = lambda message: None
         self._decoder = decoder
         self._cache = cache
         self._vocab_size = vocab_size
         self._positions = positions
         self._steps: dict[tuple[int, ...], _FixedStep] = {}
+        self._rotary: Rotation = None  # as the steps know it
         self._pool: Any = None  # of memory, that all graphs share
 
     @classmethod
@@ -97,7 +104,7 @@ class Decoding:
         graphs: bool = True,
     ) -> Decoding | None:
         """What suits the decoder's backend, which may be nothing."""
-        if not decoder.ops.fixed_steps:
+        if not decoder.ops.fixed_steps and decoder.whole_step is None:
             return None
         return cls(decoder, cache, vocab_size=vocab_size, positions=positions, graphs=graphs)
 
@@ -110,9 +117,12 @@ class Decoding:
             for s, p in zip(sequences, positions, strict=True)
         ]
         lengths = [max(map(len, tables)) for tables in zip(*(row[3] for row in rows), strict=True)]
-        key = (_power(len(rows)), *(max(_power(n), _LEAST_WIDTH) for n in lengths))
+        size = _power(len(rows)) if self._queues else len(rows)
+        key = (size, *(max(_power(n), _LEAST_WIDTH) for n in lengths))
         step = self._steps.get(key)
         if step is None:
+            if not self._queues:
+                self._steps.clear()  # making one takes less than a token
             step = self._steps[key] = self._new_step(key)
         step.load(rows)
         return self._fly(step, list(sequences), positions)
@@ -123,6 +133,8 @@ class Decoding:
         Only what lies in the same blocks can be, and only with embeddings on the device.
         """
         positions = [p + 1 for p in flight.positions]
+        if not self._queues:
+            return None
         if not self._decoder.embeds_on_device or any(p % BLOCK_TOKENS == 0 for p in positions):
             return None
         self._reserve(max(positions) + 1)
@@ -135,15 +147,24 @@ class Decoding:
         return Flight(sequences, positions, step, results, arrived)
 
     def _reserve(self, positions: int) -> None:
-        """Have rotary tables for so many positions; captured steps read them where they are."""
+        """Have rotary tables for so many positions; steps read them where they are."""
         rotary = self._decoder.rotary
+        if rotary is None:
+            return
         while self._positions < positions:
             self._positions *= 2
-        if rotary is not None and rotary.reserve(self._positions):
+        tables = rotary.reserve(self._positions if self._queues else positions)
+        if self._rotary is None or tables[0] is not self._rotary[0]:
+            self._rotary = tables
             self._steps.clear()
 
+    def _step_of(self, key: tuple[int, ...]) -> _FixedStep:
+        return _FixedStep(
+            self._decoder, self._cache, key, vocab_size=self._vocab_size, rotary=self._rotary
+        )
+
     def _new_step(self, key: tuple[int, ...]) -> _FixedStep:
-        step = _FixedStep(self._decoder, self._cache, key, vocab_size=self._vocab_size)
+        step = self._step_of(key)
         if not self.graphs:
             return step
         try:
@@ -155,7 +176,7 @@ class Decoding:
                 f"the decoding step could not be captured as a CUDA graph ({_line(error)}); "
                 "going on without"
             )
-            step = _FixedStep(self._decoder, self._cache, key, vocab_size=self._vocab_size)
+            step = self._step_of(key)
         return step
 
 
@@ -167,7 +188,13 @@ class _FixedStep:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: PagedCache, key: tuple[int, ...], *, vocab_size: int
+        self,
+        decoder: Decoder,
+        cache: PagedCache,
+        key: tuple[int, ...],
+        *,
+        vocab_size: int,
+        rotary: Rotation,
     ) -> None:
         """`key` is the number of sequences and, per group of layers, the width of the tables."""
         self._decoder = decoder
@@ -175,12 +202,15 @@ class _FixedStep:
         self._vocab_size = vocab_size
         self._size, *self._widths = key
         device = decoder.ops.device
-        on_gpu = device.type == "cuda"
+        self._on_gpu = on_gpu = device.type == "cuda"
         count = self._size * (1 + sum(self._widths))
         self._host_longs = torch.zeros(2, self._size, dtype=torch.int64, pin_memory=on_gpu)
         self._host_ints = torch.zeros(count, dtype=torch.int32, pin_memory=on_gpu)
-        self._longs = self._host_longs.to(device, copy=True)
-        self._ints = self._host_ints.to(device, copy=True)
+        self._longs = self._host_longs.to(device)
+        self._ints = self._host_ints.to(device)
+        # Views of numpy: ones made anew, or torch's own operations, would cost a part of a step.
+        self._ids_and_positions = self._host_longs.numpy()
+        self._slots, *self._tables = (part.numpy() for part in self._split(self._host_ints))
         slots, *tables = self._split(self._ints)
         self._batch = Batch(
             ids=self._longs[0],
@@ -197,11 +227,25 @@ class _FixedStep:
             shape = self._size, decoder.config.hidden_size
             self._x = torch.zeros(shape, dtype=decoder.ops.dtype, device=device)
         self._results = torch.zeros(2, self._size, dtype=torch.int64, device=device)
-        self._host_results = itertools.cycle(
-            torch.zeros(2, self._size, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)
+        self._pinned_results = itertools.cycle(
+            torch.zeros(2, self._size, dtype=torch.int64, pin_memory=True)
+            for _ in range(2 * on_gpu)
         )
         self._graph: torch.cuda.CUDAGraph | None = None
         self.logits = torch.empty(0)
+        self._whole: Callable[[], None] | None = None
+        if decoder.whole_step is not None:
+            self.logits = torch.empty(self._size, decoder.config.vocab_size)
+            self._whole = decoder.whole_step(
+                StepTensors(
+                    batch=self._batch,
+                    rotary=rotary,
+                    layers=cache.layers,
+                    logits=self.logits,
+                    results=self._results,
+                    vocab_size=vocab_size,
+                )
+            )
 
     def _split(self, ints: Tensor) -> list[Tensor]:
         """Slots [size, 1] and tables [size, width] in the buffer that they share."""
@@ -211,8 +255,7 @@ class _FixedStep:
 
     def load(self, rows: SequenceOf[tuple[int, int, int, SequenceOf[SequenceOf[int]]]]) -> None:
         """Set the inputs: of each sequence token, position, slot and a table per group."""
-        ids, positions = self._host_longs.numpy()
-        slots, *tables = (part.numpy() for part in self._split(self._host_ints))
+        (ids, positions), slots, tables = self._ids_and_positions, self._slots, self._tables
         ids[:], positions[:], slots[:] = 0, 0, self._cache.padding_slot
         for table, block in zip(tables, self._cache.blocks, strict=True):
             table[len(rows) :, 0] = block  # the one behind all that are given out
@@ -221,26 +264,29 @@ class _FixedStep:
             for table, row in zip(tables, its, strict=True):
                 table[i, : len(row)] = row
         for table in tables:
-            table.clip(0, out=table)  # blocks that were given back
+            np.maximum(table, 0, out=table)  # blocks that were given back
         if self._x is not None:
             ids_and_positions = self._host_longs.unbind()
             self._x.copy_(self._decoder.embed(*ids_and_positions))
-        self._longs.copy_(self._host_longs, non_blocking=True)
-        self._ints.copy_(self._host_ints, non_blocking=True)
+        if self._on_gpu:
+            self._longs.copy_(self._host_longs, non_blocking=True)
+            self._ints.copy_(self._host_ints, non_blocking=True)
 
-    def launch(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start it; the results, int64 [2, size], are on the host once the event has happened."""
-        if self._graph is None:
-            self._compute()
-        else:
+    def launch(self) -> tuple[NDArray[np.int64], torch.cuda.Event | None]:
+        """Start it; the results, [2, size], are on the host once the event has happened."""
+        if self._whole is not None:
+            self._whole()
+        elif self._graph is not None:
             self._graph.replay()
-        results = next(self._host_results)
+        else:
+            self._compute()
+        if not self._on_gpu:
+            return self._results.numpy().copy(), None
+        results = next(self._pinned_results)
         results.copy_(self._results, non_blocking=True)
-        if not results.is_pinned():
-            return results, None
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return results, arrived
+        return results.numpy(), arrived
 
     def capture(self, pool: Any) -> Any:
         """Record the step as a CUDA graph; returns the memory pool that graphs share.

@@ -173,15 +173,12 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        with self.decoder.ops.forward_pass(sum(chunk.tokens for chunk in chunks)):
-            return self._step(chunks)
-
-    def _step(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
         self._note_start(chunks)
         try:
             if self.decoding is not None and self._is_decoding(chunks):
                 return self._decode(self.decoding, chunks)
-            return self._advance(chunks)
+            with self.decoder.ops.forward_pass(sum(chunk.tokens for chunk in chunks)):
+                return self._advance(chunks)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -218,8 +215,9 @@ class Engine:
         if greedy and self._foresees(sequences):
             self._ahead = decoding.launch_ahead(flight)
         if not greedy:
-            for sequence, logits in zip(sequences, flight.logits(), strict=True):
-                self._sample(sequence, logits)
+            with self.decoder.ops.forward_pass(len(sequences)):
+                for sequence, logits in zip(sequences, flight.logits(), strict=True):
+                    self._sample(sequence, logits)
             return sequences
         for sequence, token in zip(sequences, flight.greedy(), strict=True):
             if token is None:

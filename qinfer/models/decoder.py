@@ -177,6 +177,8 @@ class Decoder:
         if arch.positions is not None:
             positions = (config.max_position_embeddings, config.hidden_size)
             self.embed_positions = load.table(arch.positions, positions)
+        tables = self.embed_tokens, self.embed_positions
+        self.whole_step = ops.whole_step(self.whole_blocks, tables, self.lm_head)
         self.rotary = None
         if config.rope is not None:
             inv_freq, factor = frequencies(

@@ -30,22 +30,22 @@ class RotaryTable:
             positions: int64 [tokens].
             last: The largest of them.
         """
-        self.reserve(last + 1)
-        cos, sin = self._tables
+        cos, sin = self.reserve(last + 1)
         return cos[positions], sin[positions]
 
-    def reserve(self, positions: int) -> bool:
-        """Compute what `rows` needs for so many positions; whether there was anything to compute.
+    def reserve(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Have so many positions, or more; the tables, elsewhere in memory if they had to grow.
 
-        Tables that had to grow are elsewhere in memory afterwards.
+        Returns:
+            Cosines and sines, fp32 [positions, head_dim / 2] each.
         """
-        before = len(self._tables[0])
         while (known := len(self._tables[0])) < positions:
             at = torch.arange(known, known + _PIECE, device=self._inv_freq.device)
             angles = at.float().unsqueeze(1) * self._inv_freq
             for i, piece in enumerate((angles.cos(), angles.sin())):
                 self._tables[i] = torch.cat((self._tables[i], piece * self._factor))
-        return len(self._tables[0]) > before
+        cos, sin = self._tables
+        return cos, sin
 
 
 def frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:

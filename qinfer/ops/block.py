@@ -20,6 +20,31 @@ as before if they are the same."""
 
 
 @dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What a decoding step of fixed shape reads and writes, time and again.
+
+    Attributes:
+        batch: One token of each sequence.
+        rotary: Cosines and sines of all positions, fp32 [positions, head_dim / 2] each.
+        layers: The cache.
+        logits: fp32 [sequences, vocab], written.
+        results: int64 [2, sequences], written: what `ReferenceOps.greedy` gives.
+        vocab_size: For that.
+    """
+
+    batch: Batch
+    rotary: Rotation
+    layers: Sequence[KVLayer]
+    logits: Tensor
+    results: Tensor
+    vocab_size: int
+
+
+WholeStep = Callable[[StepTensors], Callable[[], None] | None]
+"""What runs a step over these tensors, ids to results; None for a cache that it does not read."""
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """RMSNorm, or with a bias LayerNorm.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qinfer.ops.attention import paged_attention
-from qinfer.ops.block import BlockParameters, Norm, Projection, WholeBlocks
+from qinfer.ops.block import BlockParameters, Norm, Projection, WholeBlocks, WholeStep
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.weights import Weight
 
@@ -68,6 +68,18 @@ class ReferenceOps:
         Args:
             parameters: Per block; its weights are prepared.
             norm: Behind the last block.
+        """
+        return None
+
+    def whole_step(
+        self, blocks: WholeBlocks | None, tables: Sequence[Tensor | None], head: Weight
+    ) -> WholeStep | None:
+        """Decoding steps in one call; None if there is no such call.
+
+        Args:
+            blocks: What `whole_blocks` gave.
+            tables: The embeddings of tokens and, where they are learned, of positions.
+            head: (vocab, hidden), prepared.
         """
         return None
 

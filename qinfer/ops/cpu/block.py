@@ -14,7 +14,13 @@ from qinfer.ops.paged import Batch, KVLayer
 
 
 class NativeBlocks:
-    """Blocks whose weights the kernels take; see `ReferenceOps.whole_blocks`."""
+    """Blocks whose weights the kernels take; see `ReferenceOps.whole_blocks`.
+
+    Attributes:
+        library: The kernels.
+        blocks: Their descriptions.
+        norm: That of the norm behind the last.
+    """
 
     def __init__(
         self,
@@ -24,11 +30,11 @@ class NativeBlocks:
         workspace: kernels.Workspace,
         threads: int,
     ) -> None:
-        self._library = library
+        self.library = library
         self._parameters = parameters, norm  # the descriptions point into them
-        self._norm = _norm(norm)
-        self._blocks = (kernels.Block * len(parameters))(*map(_describe, parameters))
-        self._largest = max(self._blocks, key=lambda block: library.qinfer_block_bytes(block, 1))
+        self.norm = _norm(norm)
+        self.blocks = (kernels.Block * len(parameters))(*map(_describe, parameters))
+        self._largest = max(self.blocks, key=lambda block: library.qinfer_block_bytes(block, 1))
         self._workspace = workspace
         self._threads = threads
         self._layers: Sequence[KVLayer] | None = None
@@ -42,32 +48,48 @@ class NativeBlocks:
         Raises:
             MemoryError: There is none for the attention.
         """
-        if layers is not self._layers:
-            self._layers, self._caches = layers, self._describe_caches(layers)
-        if self._caches is None:
+        caches = self.caches(layers)
+        if caches is None:
             return None
         x = x.contiguous()
-        cos, sin = rotation or (None, None)
-        need = self._library.qinfer_block_bytes(self._largest, len(x))
-        step = kernels.Step(
-            tokens=x.shape[0],
+        step = self.step(x, batch)
+        step.cos, step.sin = map(kernels.address, rotation or (None, None))
+        count = len(self.blocks)
+        if not self.library.qinfer_blocks(self.blocks, caches, count, self.norm, step):
+            raise out_of_memory(batch)
+        return x
+
+    def step(self, x: Tensor, batch: Batch) -> kernels.Step:
+        """The description of a step, without its rotation; good until the next one is asked for."""
+        return kernels.Step(
+            tokens=len(x),
             threads=self._threads,
             x=x.data_ptr(),
-            cos=kernels.address(cos),
-            sin=kernels.address(sin),
             segments=ctypes.pointer(kernels.Segments.of(batch)),
-            workspace=self._workspace.at_least(need).data_ptr(),
+            workspace=self.workspace(len(x)),
         )
-        count = len(self._blocks)
-        if not self._library.qinfer_blocks(self._blocks, self._caches, count, self._norm, step):
-            raise MemoryError(f"no memory for attention over {len(batch.starts)} sequences")
-        return x
+
+    def workspace(self, tokens: int) -> int:
+        """Where a step of so many tokens finds its memory, until the next one asks."""
+        need = self.library.qinfer_block_bytes(self._largest, tokens)
+        return self._workspace.at_least(need).data_ptr()
+
+    def caches(self, layers: Sequence[KVLayer]) -> ctypes.Array[kernels.Cache] | None:
+        """The descriptions of the layers' caches, if the kernels take all of them."""
+        if layers is not self._layers:
+            self._layers, self._caches = layers, self._describe_caches(layers)
+        return self._caches
 
     def _describe_caches(self, layers: Sequence[KVLayer]) -> ctypes.Array[kernels.Cache] | None:
         for p, layer in zip(self._parameters[0], layers, strict=True):
             if not kernels.takes_attention((p.heads, p.kv_heads), p.head_dim, layer):
                 return None
         return (kernels.Cache * len(layers))(*map(kernels.Cache.of, layers))
+
+
+def out_of_memory(batch: Batch) -> MemoryError:
+    """What to raise where the kernels found no memory."""
+    return MemoryError(f"no memory for attention over {len(batch.starts)} sequences")
 
 
 def native_blocks(

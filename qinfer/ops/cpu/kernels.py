@@ -169,6 +169,35 @@ class Step(ctypes.Structure):
     )
 
 
+class Table(ctypes.Structure):
+    """`table` in decode.c."""
+
+    _fields_ = (("data", _pointer), ("kind", _int64), ("stride", _int64))
+
+
+class Decoding(ctypes.Structure):
+    """`decoding` in decode.c."""
+
+    _fields_ = (
+        ("blocks", ctypes.POINTER(Block)),
+        ("caches", ctypes.POINTER(Cache)),
+        ("count", _int64),
+        ("last", ctypes.POINTER(Norm)),
+        ("head", ctypes.POINTER(Weight)),
+        ("embedding", Table),
+        ("learned", Table),
+        ("cos", _pointer),
+        ("sin", _pointer),
+        ("ids", _pointer),
+        ("positions", _pointer),
+        ("rotation", _pointer),
+        ("logits", _pointer),
+        ("vocab_size", _int64),
+        ("chosen", _pointer),
+        ("broken", _pointer),
+    )
+
+
 class _Attention(ctypes.Structure):
     """`attention` in attention.h."""
 
@@ -211,6 +240,7 @@ def load(path: str) -> ctypes.CDLL:
         "attention": (count, [to(_Attention)]),
         "blocks": (count, [to(Block), to(Cache), _int64, to(Norm), to(Step)]),
         "block_bytes": (_int64, [to(Block), _int64]),
+        "decode": (count, [to(Decoding), to(Step)]),
         "norm": (None, [to(Norm), _pointer, _int64, _int64, _pointer, count]),
         "activate": (None, [_pointer, _pointer, count, _int64, _int64, _pointer, count]),
         "rotary": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),

@@ -121,7 +121,6 @@ void multiply(const product *products, int64_t count, const rows *from, void *wo
     }
 }
 
-/* One product with x [tokens, columns]; the workspace has qinfer_input_bytes. */
 void qinfer_linear(const product *p, const float *x, int64_t tokens, void *workspace, int threads)
 {
     const rows from = copied(x, tokens, p->w->columns);

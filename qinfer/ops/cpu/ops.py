@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from qinfer.ops.block import BlockParameters, Norm, WholeBlocks
+from qinfer.ops.block import BlockParameters, Norm, WholeBlocks, WholeStep
 from qinfer.ops.cpu import kernels
-from qinfer.ops.cpu.block import native_blocks
+from qinfer.ops.cpu.block import NativeBlocks, native_blocks
+from qinfer.ops.cpu.decode import native_step
 from qinfer.ops.cpu.weights import Arena, NativeWeight, native
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
@@ -65,6 +66,14 @@ class CPUOps(ReferenceOps):
         if self._kernels is None:
             return None
         return native_blocks(self._kernels, parameters, norm, self._workspace, self._threads)
+
+    def whole_step(
+        self, blocks: WholeBlocks | None, tables: Sequence[Tensor | None], head: Weight
+    ) -> WholeStep | None:
+        """See `ReferenceOps.whole_step`."""
+        if not isinstance(blocks, NativeBlocks):
+            return None
+        return native_step(blocks, tables, head)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `ReferenceOps.rms_norm`."""

@@ -1,13 +1,14 @@
 /* Norms, nonlinearities and rotary positions: each row on its own, in one float order. */
 #include "rows.h"
 
+#include "bounds.h"
 #include "pool.h"
 #include "variants.h"
 
 #include <math.h>
 #include <stddef.h>
 
-enum { FLOATS_A_PASS = 1 << 14 };
+enum { FLOATS_A_PASS = 1 << 14, FLOATS_A_PIECE = 1 << 10 };
 
 #define CODE "rows_elements.h"
 #include "each_variant.h"
@@ -39,6 +40,24 @@ void rotate_heads(float *x, int64_t heads, int64_t half, const norm *n, const fl
     }
 }
 
+int64_t likeliest(const float *x, int64_t count, float *peak)
+{
+    int64_t best = 0;
+    *peak = -INFINITY;
+    for (int64_t first = 0; first < count; first += FLOATS_A_PIECE) {
+        const float most = CHOOSE(most)(x + first, smaller(FLOATS_A_PIECE, count - first));
+        if (most <= *peak)
+            continue;
+        *peak = most;
+        best = first;
+        if (isnan(most))
+            return best;
+    }
+    while (best + 1 < count && x[best] != *peak)
+        best++;
+    return best;
+}
+
 typedef struct {
     const rows *from;
     float *y;
@@ -50,7 +69,7 @@ static void pass(const void *job, int64_t i)
     const work *w = job;
     const rows *c = w->from;
     const int64_t begin = i * w->rows_a_pass, end = begin + w->rows_a_pass;
-    for (int64_t row = begin; row < (end < c->count ? end : c->count); row++)
+    for (int64_t row = begin; row < smaller(end, c->count); row++)
         c->function(c, c->x + row * c->size, w->y + row * c->size);
 }
 

@@ -36,4 +36,7 @@ void qinfer_norm(const norm *n, const float *x, int64_t count, int64_t size, flo
 void rotate_heads(float *x, int64_t heads, int64_t half, const norm *n, const float *cos,
                   const float *sin);
 
+/* The index of the largest number, the lowest of equals; and that number, NaN if there is one. */
+int64_t likeliest(const float *x, int64_t count, float *peak);
+
 #endif

@@ -37,6 +37,20 @@ static void VARIANT(rotate)(float *x, int64_t half, const float *cos, const floa
     }
 }
 
+/* The largest of some numbers; NaN if one is. */
+static float VARIANT(most)(const float *x, int64_t count)
+{
+    v8 most = VARIANT(splat)(-INFINITY);
+    const int64_t whole = count / 8 * 8;
+    for (int64_t i = 0; i < whole; i += 8)
+        most = VARIANT(max)(VARIANT(load)(x + i), most);
+    float largest = VARIANT(largest)(most);
+    for (int64_t i = whole; i < count; i++)
+        if (!(x[i] <= largest) && !isnan(largest))
+            largest = x[i];
+    return largest;
+}
+
 static void VARIANT(rms_norm)(const rows *c, const float *x, float *y)
 {
     v8 squares = VARIANT(splat)(0);

@@ -85,6 +85,9 @@ int64_t span_runs(const weight *w);
 /* Bytes of workspace that `multiply` needs for one input. */
 int64_t qinfer_input_bytes(int64_t tokens, int64_t columns);
 
+/* One product with x [tokens, columns]; the workspace has qinfer_input_bytes. */
+void qinfer_linear(const product *p, const float *x, int64_t tokens, void *workspace, int threads);
+
 /* Compute products that share an input, which `from` yields row by row. */
 void multiply(const product *products, int64_t count, const rows *from, void *workspace, int threads);
 

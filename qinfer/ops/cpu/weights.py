@@ -17,7 +17,7 @@ from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight, Weight
 
 _RUN = 32  # RUN in weight.h
 _NF4, _INT4, _INT8 = 0, 4, 5
-_DENSE = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+DENSE_KINDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _ARENA_BYTES = 32 << 20  # many huge pages; the unused rest of the last one is not touched
 _ALIGNMENT = 64
 
@@ -137,7 +137,7 @@ def _affine(weight: AffineWeight) -> _Source | None:
 
 
 def _dense(data: Tensor) -> _Source | None:
-    kind = _DENSE.get(data.dtype)
+    kind = DENSE_KINDS.get(data.dtype)
     if kind is None:
         return None
     data = data if data.stride(1) == 1 else data.contiguous()

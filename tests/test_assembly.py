@@ -23,6 +23,8 @@ VOCAB = 16
 class CountingDecoder:
     """Says that each token's successor follows it, and looks at no cache."""
 
+    whole_step = None
+
     def __init__(self, checkpoint, config, ops) -> None:
         self.ops = ops
 

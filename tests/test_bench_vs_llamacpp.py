@@ -162,14 +162,18 @@ class Clock:
 
     def __init__(self, bench, monkeypatch):
         self.now, self.passes = 0.0, []
-        run = bench.Engine._run
+        run, decode = bench.Engine._run, bench.Engine._decode
 
-        def counted(engine, chunks, ready):
+        def count(chunks):
             self.passes.append(sum(chunk.tokens for chunk in chunks))
             self.now += self.passes[-1]
-            return run(engine, chunks, ready)
 
-        monkeypatch.setattr(bench.Engine, "_run", counted)
+        monkeypatch.setattr(
+            bench.Engine, "_run", lambda e, chunks, ready: (count(chunks), run(e, chunks, ready))[1]
+        )
+        monkeypatch.setattr(
+            bench.Engine, "_decode", lambda e, by, chunks: (count(chunks), decode(e, by, chunks))[1]
+        )
         monkeypatch.setattr(bench.time, "perf_counter", lambda: self.now)
 
 

@@ -50,6 +50,7 @@ def passes(monkeypatch):
             return type(decoder).forward(decoder, batch, cache, **options)
 
         monkeypatch.setattr(decoder, "forward", run)
+        monkeypatch.setattr(decoder, "whole_step", None)
         return found
 
     return spy
@@ -220,6 +221,7 @@ class TestResults:
             raise MemoryError
 
         monkeypatch.setattr(model.engine.decoder, "forward", fail)
+        monkeypatch.setattr(model.engine.decoder, "whole_step", None)
         with pytest.raises(QInferError, match="out of memory") as error:
             list(Benchmark(model).run(plan(model, new_tokens=[4], batches=[2]), repetitions=1))
         assert "--batch" in error.value.hint

@@ -40,6 +40,12 @@ def edit(path, **changes):
     path.write_text(json.dumps(value | changes))
 
 
+def replace_logits(model, logits):
+    """Have all logits computed by a function."""
+    model.engine.decoder.logits = logits
+    model.engine.decode_with(None)
+
+
 def script(model, ids):
     """Make the model say these tokens, whatever it is asked."""
     remaining = iter(ids)
@@ -49,7 +55,7 @@ def script(model, ids):
         out[-1, next(remaining)] = 50
         return out
 
-    model.engine.decoder.logits = logits
+    replace_logits(model, logits)
 
 
 def say(model, text, *, stop=(), end=(IM_END,), **options):
@@ -366,7 +372,8 @@ def test_a_stop_string_ends_a_completion_at_once_and_leaves_the_others_alone(mod
         model.step_number += 1
         return out
 
-    model.step_number, model.engine.decoder.logits = 0, logits
+    model.step_number = 0
+    replace_logits(model, logits)
     stopped = model.complete([1], GREEDY, stop=["c"], max_tokens=6)
     other = model.complete([2], GREEDY, max_tokens=6)
     assert "".join(other) == "abcdef"
@@ -411,7 +418,7 @@ def test_a_model_that_breaks_down_keeps_its_text_and_tells_why(model, broken_at)
         out[0, ids[at]] = 50 if at < broken_at else float("inf")
         return out
 
-    model.engine.decoder.logits = logits
+    replace_logits(model, logits)
     completion = model.complete([1], GREEDY, max_tokens=10)
     assert "".join(completion) == "abcdef"[:broken_at]
     assert completion.finish_reason == "error"

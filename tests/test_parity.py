@@ -228,6 +228,7 @@ def test_a_context_that_slides_is_attention_over_its_last_tokens_at_their_positi
         step_tokens=7,
         max_sequences=1,  # so the cache is as small as can be
     )
+    engine.decode_with(None)  # so that all logits go through `decoder.logits`
     logits, compute = [], engine.decoder.logits
     monkeypatch.setattr(
         engine.decoder, "logits", lambda hidden: logits.append(compute(hidden)) or logits[-1]

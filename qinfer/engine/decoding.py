@@ -68,6 +68,7 @@ class Decoding:
 
     Attributes:
         graphs: Whether steps are captured as CUDA graphs; false after that failed.
+        vocab_size: Ids from here on are padding of the model's vocabulary and are never chosen.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Decoding:
         Args:
             decoder: The model.
             cache: With padding, see `PagedCache`.
-            vocab_size: Ids from here on are never chosen.
+            vocab_size: See above.
             positions: Of the longest sequence.
             graphs: Capture CUDA graphs, if the device is one that has them.
         """
@@ -87,7 +88,7 @@ class Decoding:
         self.warn: Callable[[str], None] = lambda message: None
         self._decoder = decoder
         self._cache = cache
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._positions = positions
         self._steps: dict[tuple[int, ...], _FixedStep] = {}
         self._rotary: Rotation = None  # as the steps know it
@@ -160,7 +161,7 @@ class Decoding:
 
     def _step_of(self, key: tuple[int, ...]) -> _FixedStep:
         return _FixedStep(
-            self._decoder, self._cache, key, vocab_size=self._vocab_size, rotary=self._rotary
+            self._decoder, self._cache, key, vocab_size=self.vocab_size, rotary=self._rotary
         )
 
     def _new_step(self, key: tuple[int, ...]) -> _FixedStep:
@@ -199,7 +200,7 @@ class _FixedStep:
         """`key` is the number of sequences and, per group of layers, the width of the tables."""
         self._decoder = decoder
         self._cache = cache
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._size, *self._widths = key
         device = decoder.ops.device
         self._on_gpu = on_gpu = device.type == "cuda"
@@ -314,7 +315,7 @@ class _FixedStep:
         x = decoder.embed(batch.ids, batch.positions) if x is None else x.clone()
         hidden = decoder.run(x, batch, self._cache.layers)
         self.logits = decoder.logits(hidden)
-        tokens, broken = decoder.ops.greedy(self.logits, self._vocab_size)
+        tokens, broken = decoder.ops.greedy(self.logits, self.vocab_size)
         self._results[0].copy_(tokens)
         self._results[1].copy_(broken)
         self._batch.ids.copy_(tokens)

@@ -75,13 +75,13 @@ INLINE v8 VARIANT(scales)(const weight *w, const uint8_t *from)
 
 /* ---- a few tokens: weights are read once, and unpacked in registers ---- */
 
-/* Add the products of a run to each token's. For one or two tokens in several sums side by side, each of
- * which waits for its last addition. */
+/* Add the products of a run to each token's. For a token alone in two sums, each of which waits for its
+ * last addition. */
 INLINE void VARIANT(add_run)(const uint8_t *data, const int16_t *values, v8i *dots, int kind, int tokens)
 {
     const int bytes = kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN;
-    const int chains = tokens > 2 ? 1 : 4 / tokens;
-    v8i sums[4][TILE];
+    const int chains = tokens > 1 ? 1 : 2;
+    v8i sums[2][TILE];
     for (int line = 0; line < bytes; line += 64)
         __builtin_prefetch(data + BYTES_AHEAD + line);
     for (int c = 0; c < chains; c++)
@@ -110,7 +110,8 @@ INLINE void VARIANT(begin_span)(const int32_t *shares, v8i *dots, int kind, int 
 INLINE void VARIANT(end_span)(const v8i *dots, v8 scale, const float *units, v8 *sums, int tokens)
 {
     for (int t = 0; t < tokens; t++)
-        sums[t] += __builtin_convertvector(dots[t], v8) * (scale * VARIANT(splat)(units[t]));
+        sums[t] = VARIANT(fused)(__builtin_convertvector(dots[t], v8), scale * VARIANT(splat)(units[t]),
+                                 sums[t]);
 }
 
 /* The products of a block of rows with as many tokens as lie side by side. With `one` a run is a group. */
@@ -233,8 +234,9 @@ static void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, cons
         for (int t = 0; t < WIDE_TILE; t++) {
             const v8 unit = VARIANT(splat)(units[t]);
             float *to = sums[t];
-            VARIANT(store)(to, VARIANT(load)(to) + __builtin_convertvector(a[t], v8) * (low * unit));
-            VARIANT(store)(to + 8, VARIANT(load)(to + 8) + __builtin_convertvector(b[t], v8) * (high * unit));
+            const v8 x = __builtin_convertvector(a[t], v8), y = __builtin_convertvector(b[t], v8);
+            VARIANT(store)(to, VARIANT(fused)(x, low * unit, VARIANT(load)(to)));
+            VARIANT(store)(to + 8, VARIANT(fused)(y, high * unit, VARIANT(load)(to + 8)));
         }
     }
 }

@@ -4,6 +4,7 @@
 
 #include "half.h"
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 

@@ -14,6 +14,9 @@ Nothing else may run on these cores: OpenMP's threads spin while they wait for e
 another program slows llama.cpp down far more than its share, and the ratio says nothing.
 
 `scripts/llamacpp.py convert` writes the GGUF files. llama-bench is taken from PATH, or built once.
+
+With `--ctranslate2 DIRECTORY`, which `ct2-transformers-converter --quantization int8` writes,
+CTranslate2 takes in the prompts of `prefill` too; it must be installed where this runs.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from qinfer.sampling import SamplingParams
 
 TOOL = "llama-bench"
 OURS = "qinfer"
+CTRANSLATE2 = "ctranslate2"
 PASSIVE = "PASSIVE"
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SIZES = ("prompt_tokens", "new_tokens", "depth", "depth_new_tokens")
@@ -122,6 +126,20 @@ def time_qinfer(directory: Path, measure: Measure) -> float:
     return measure.new_tokens / decode(engine, ids(before), measure.new_tokens)
 
 
+def time_ctranslate2(directory: Path, prompt_tokens: int, threads: int) -> float:
+    """Tokens per second of CTranslate2 from a prompt to the token behind it, in this process."""
+    import ctranslate2  # no dependency of ours
+
+    model = ctranslate2.Generator(str(directory), device="cpu", intra_threads=threads)
+    vocabulary = json.loads((directory / "vocabulary.json").read_text(encoding="utf-8"))
+    for _ in ("warm-up", "timed"):
+        prompt = random.choices(vocabulary, k=prompt_tokens)
+        start = time.perf_counter()
+        model.generate_batch([prompt], max_length=1, include_prompt_in_result=False)
+        seconds = time.perf_counter() - start
+    return prompt_tokens / seconds
+
+
 def prefill(engine: Engine, prompt_ids: Sequence[int]) -> float:
     """Seconds from a prompt to its first token."""
     start = time.perf_counter()
@@ -152,6 +170,13 @@ def run_qinfer(args: argparse.Namespace, name: str) -> float:
     sizes = [f"--{size.replace('_', '-')}={getattr(args, size)}" for size in SIZES]
     words = [sys.executable, __file__, args.model, "--alone", "--measure", name, *sizes]
     return float(output_of([*words, f"--threads={args.threads}"], environment(PASSIVE)))
+
+
+def run_ctranslate2(args: argparse.Namespace) -> float:
+    """Tokens per second of CTranslate2, in a process of its own."""
+    words = [sys.executable, __file__, args.model, "--alone", "--measure=prefill"]
+    words += ["--ctranslate2", args.ctranslate2, f"--prompt-tokens={args.prompt_tokens}"]
+    return float(output_of([*words, f"--threads={args.threads}"], environment(None)))
 
 
 def run_llama(tool: Path, gguf: Path, measure: Measure, cache: str, threads: int) -> float:
@@ -209,7 +234,10 @@ def contenders(args: argparse.Namespace, name: str, tool: Path) -> list[Contende
         return Contender(label, lambda: run_llama(tool, gguf, measure, cache, args.threads))
 
     ours = Contender(OURS, lambda: run_qinfer(args, name))
-    return [ours, *(llama(gguf, cache) for gguf in args.gguf for cache in measure.caches)]
+    those = [llama(gguf, cache) for gguf in args.gguf for cache in measure.caches]
+    if args.ctranslate2 is not None and measure.prompt_tokens:
+        those.append(Contender(CTRANSLATE2, lambda: run_ctranslate2(args)))
+    return [ours, *those]
 
 
 def run_rounds(
@@ -293,6 +321,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--new-tokens", type=positive, default=64, help="of decode")
     add("--depth", type=positive, default=4096, help="tokens before those of depth")
     add("--depth-new-tokens", type=positive, default=32, help="of depth")
+    add("--ctranslate2", type=Path, metavar="DIRECTORY", help="the model as CTranslate2 takes it")
     add("--json", action="store_true", help="print one JSON object, with every number")
     add("--alone", action="store_true", help="run qinfer once, here, and print its tok/s")
     args = parser.parse_args(words)
@@ -317,6 +346,9 @@ def main() -> None:
     args = parse_args()
     if args.alone:
         torch.set_num_threads(args.threads)
+        if args.ctranslate2 is not None:
+            print(time_ctranslate2(args.ctranslate2, args.prompt_tokens, args.threads))
+            return
         try:
             print(time_qinfer(args.model, measures(args)[args.measure[0]]))
         except QInferError as error:

@@ -210,6 +210,23 @@ class TestTiming:
             bench.time_qinfer(tiny_model("llama"), bench.Measure(new_tokens=8, depth=250))
 
 
+STAND_IN = """
+import time
+
+
+class Generator:
+    def __init__(self, path, device, intra_threads):
+        assert (device, intra_threads) == ("cpu", 1)
+        self.seconds = 1
+
+    def generate_batch(self, prompts, max_length, include_prompt_in_result):
+        [prompt] = prompts
+        assert len(prompt) == 16 and set(prompt) <= {"a", "b"} and max_length == 1
+        time.sleep(self.seconds)
+        self.seconds = 0.1
+"""
+
+
 class TestScript:
     @pytest.fixture
     def call(self, files, tiny_model):
@@ -274,6 +291,18 @@ class TestScript:
         [(_, waiting)] = call.log()
         assert waiting == []
         assert "llama.cpp slow.gguf" in done.stdout
+
+    def test_ctranslate2_takes_part_in_prefill(self, call, files, tmp_path):
+        (tmp_path / "vocabulary.json").write_text('["a", "b"]')
+        (tmp_path / "ctranslate2.py").write_text(STAND_IN)
+        words = ("--measure", "decode,prefill", "--new-tokens", 2, "--prompt-tokens", 16)
+        words += ("--rounds", 1, "--threads", 1, "--json", "--ctranslate2", tmp_path)
+        done = call(files / "slow.gguf", *words, PYTHONPATH=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        measures = json.loads(done.stdout)["measures"]
+        assert "ctranslate2" not in measures["decode"]["ratios"]
+        [rate] = measures["prefill"]["tokens_per_s"]["ctranslate2"]
+        assert 16 / 0.5 < rate < 16 / 0.1  # the stand-in takes 0.1 s, after a warm-up of 1 s
 
     def test_a_tool_that_fails_is_one_error_with_what_it_said(self, call, files):
         done = call(files / "slow.gguf", "--measure", "decode", "--new-tokens", 2, BROKEN="1")

@@ -84,7 +84,7 @@ typedef struct {
 
 static int64_t grains_of(const product *p) { return (p->w->rows + GRAIN - 1) / GRAIN; }
 
-/* Some grains, counted through all products. Tokens of a sweep stay in the second cache for all of them. */
+/* Some grains, counted through all products. Tokens go in sweeps, so that they stay in caches nearby. */
 static void work_pass(const void *job, int64_t i)
 {
     const work *j = job;

@@ -87,7 +87,7 @@ INLINE void VARIANT(add_run)(const uint8_t *data, const int16_t *values, v8i *do
     for (int c = 0; c < chains; c++)
         for (int t = 0; t < tokens; t++)
             sums[c][t] = c ? VARIANT(splat_int)(0) : dots[t];
-#pragma GCC unroll 4 /* or gcc keeps pairs in memory */
+    UNROLL(4) /* or gcc keeps pairs in memory */
     for (int j = 0; j < 4; j++) {
         v16s pairs[4];
         VARIANT(unpack)(data, j, pairs, kind);
@@ -222,7 +222,7 @@ static void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, cons
         for (int t = 0; t < WIDE_TILE; t++)
             a[t] = b[t] = VARIANT(splat_int)(0);
         for (; run < end; run++, values += WIDE_TILE * RUN)
-#pragma GCC unroll 16
+            UNROLL(16)
             for (int i = 0; i < RUN / 2; i++, pairs++) {
                 const v16s w = *(const v16s_in_memory *)pairs[0][0], v = *(const v16s_in_memory *)pairs[0][1];
                 for (int t = 0; t < WIDE_TILE; t++) {

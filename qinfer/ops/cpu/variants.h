@@ -16,6 +16,14 @@
 #define HAVE_NEON 1 /* every such processor has it, so the plain variant uses it */
 #endif
 
+/* Before a loop: so many rounds of it at once. */
+#define PRAGMA(words) _Pragma(#words)
+#ifdef __clang__
+#define UNROLL(n) PRAGMA(unroll n)
+#else
+#define UNROLL(n) PRAGMA(GCC unroll n)
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float v8 __attribute__((vector_size(32)));

@@ -30,7 +30,7 @@ typedef struct {
     int64_t adds;      /* whether to what is there */
 } product;
 
-enum { RUN = 32, GRAIN = 16, TILE = 4, WIDE_TILE = 6, PACKED_FEW = 8, DENSE_SWEEP = 96, PACKED_SWEEP = 120 };
+enum { RUN = 32, GRAIN = 16, TILE = 4, WIDE_TILE = 6, PACKED_FEW = 8, DENSE_SWEEP = 96, PACKED_SWEEP = 264 };
 
 /* Activations in the form that weights of some kind take. Quantized ones have `side` tokens side by side,
  * run for run, so that a tile reads one piece of memory; zeros fill the last one up. */

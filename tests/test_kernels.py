@@ -152,11 +152,12 @@ def linear(weight, x, threads=2):
 
 
 def rounded(x, span):
-    """Activations as they meet 4- and 8-bit weights: spans in units of a power of two."""
+    """Activations as they meet 4- and 8-bit weights: spans in units of 1/32767 of the largest."""
     columns = x.shape[1]
-    runs = F.pad(x.double(), (0, -columns % span)).unflatten(1, (-1, span))
-    unit = 2.0 ** (torch.frexp(runs.abs().amax(-1, keepdim=True)).exponent - 15)
-    return ((runs / unit).round().clamp(max=32767) * unit).flatten(1)[:, :columns].float()
+    runs = F.pad(x, (0, -columns % span)).unflatten(1, (-1, span))
+    largest = runs.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    codes = (runs * (32767 / largest)).round()  # in fp32, as the kernels compute it
+    return (codes.double() * (largest / 32767)).flatten(1)[:, :columns]
 
 
 def span_of(weight):

@@ -1,7 +1,7 @@
 /* Products with 4- and 8-bit weights that are repacked once so that a vector holds 8 rows.
  *
- * Activations are rounded to 16 bits: up to 128 of them share a power of two as their unit, at most 2^-15
- * of the largest, less than 16-bit weights can tell. Products are summed in integers, so exactly, per span
+ * Activations are rounded to 16 bits: up to 128 of them share a unit, 1/32767 of the largest, less than
+ * 16-bit weights can tell. Products are summed in integers, so exactly, per span
  * of columns that share a scale and a unit, and the spans in fp32 in their order. A result depends neither
  * on the other rows and tokens, nor on the number of threads, nor on the processor's variant.
  *

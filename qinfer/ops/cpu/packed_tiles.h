@@ -2,16 +2,7 @@
 
 /* ---- activations ---- */
 
-static float VARIANT(power_of_two)(int32_t exponent)
-{
-    const uint32_t bits = (uint32_t)(exponent + 127) << 23;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* The unit is the power of two with which the largest value takes all of 15 bits and a sign; NaN if a value
- * is not finite. */
+/* The unit is the one with which the largest value is INT16_MAX; NaN if a value is not finite. */
 static void VARIANT(quantize_span)(const float *from, const input *x, int64_t tile, int64_t lane, int64_t span)
 {
     const int64_t first = span * x->span_runs, end = smaller(first + x->span_runs, x->runs);
@@ -24,10 +15,7 @@ static void VARIANT(quantize_span)(const float *from, const input *x, int64_t ti
         most = VARIANT(max)((v8)((v8i)VARIANT(load)(from + i) & sign), most);
     const float largest = VARIANT(largest)(most);
     const int vanishes = !(largest >= 0x1p-100f && largest < INFINITY);
-    uint32_t bits;
-    memcpy(&bits, &largest, sizeof bits);
-    const int32_t exponent = (int32_t)(bits >> 23) - 126; /* largest < 2^exponent */
-    const v8 per_unit = VARIANT(splat)(vanishes ? 0 : VARIANT(power_of_two)(15 - exponent));
+    const v8 per_unit = VARIANT(splat)(vanishes ? 0 : INT16_MAX / largest);
     v8i total = VARIANT(splat_int)(0);
     for (int64_t run = first; run < end; run++, to += x->side * RUN)
         for (int i = 0; i < RUN; i += 16) {
@@ -36,7 +24,7 @@ static void VARIANT(quantize_span)(const float *from, const input *x, int64_t ti
             *(v16s_in_memory *)(to + i) = vanishes ? q & 0 : q;
             total = VARIANT(dot_pairs)(total, vanishes ? q & 0 : q, ones);
         }
-    x->units[at] = !vanishes ? VARIANT(power_of_two)(exponent - 15) : largest < INFINITY ? 0 : NAN;
+    x->units[at] = !vanishes ? largest / INT16_MAX : largest < INFINITY ? 0 : NAN;
     x->sums[at] = 0;
     for (int i = 0; i < 8; i++)
         x->sums[at] -= 8 * total[i];

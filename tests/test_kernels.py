@@ -26,7 +26,9 @@ from qinfer.quant import affine, nf4
 from qinfer.quant.weights import AffineWeight, DenseWeight, NF4Weight
 from tests.kernel_builds import COMPILER, DIRECTORY, SOURCES, compile_c
 
-PARTS = [DIRECTORY / name for name in ("dense.c", "packed.c", "pool.c")]  # others are included
+PARTS = [
+    DIRECTORY / name for name in ("block.c", "dense.c", "packed.c", "pool.c")
+]  # others are included
 DRIVER = Path(__file__).with_name("kernel_driver")
 find_library = kernels.library  # as it is before the fixture `build` replaces it
 REFERENCE = ReferenceOps(torch.device("cpu"), torch.float32)
@@ -564,9 +566,8 @@ def test_repacked_weights_may_be_in_huge_pages():
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", ["-O2", "-O0"])
-def test_the_source_compiles_without_a_warning(level, tmp_path):
-    done = compile_c(level, "-shared", "-fPIC", *SOURCES, "-o", tmp_path / "kernels.so")
+def test_the_source_compiles_without_a_warning(tmp_path):
+    done = compile_c("-O1", "-shared", "-fPIC", *SOURCES, "-o", tmp_path / "kernels.so")
     assert (done.returncode, done.stderr) == (0, "")
 
 

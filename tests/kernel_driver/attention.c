@@ -2,7 +2,7 @@
 
 #include <attention.c>
 
-enum { SEGMENTS = 3, WIDTH = 5, TOKENS = WIDTH * BLOCK };
+enum { TOKENS = WIDTH * BLOCK };
 
 typedef struct {
     size_t data, scale, open; /* bytes */
@@ -21,7 +21,7 @@ static sizes sizes_of(const side *s, int64_t kv_heads)
                    .open = s->bits < 16 ? SEGMENTS * values * 2 : 0};
 }
 
-static side new_side(unsigned *seed, int64_t head_dim, int64_t kv_heads, int is_keys)
+side new_side(unsigned *seed, int64_t head_dim, int64_t kv_heads, int is_keys)
 {
     static const int bits[] = {32, 16, 8, 4};
     int64_t group = 40;
@@ -37,7 +37,7 @@ static side new_side(unsigned *seed, int64_t head_dim, int64_t kv_heads, int is_
     return s;
 }
 
-static side copy_of(const side *from, int64_t kv_heads)
+side copy_of(const side *from, int64_t kv_heads)
 {
     side s = *from;
     const sizes bytes = sizes_of(&s, kv_heads);
@@ -48,7 +48,7 @@ static side copy_of(const side *from, int64_t kv_heads)
     return s;
 }
 
-static void require_same_side(const side *a, const side *b, int64_t kv_heads)
+void require_same_side(const side *a, const side *b, int64_t kv_heads)
 {
     const sizes bytes = sizes_of(a, kv_heads);
     require_same(a->data, b->data, bytes.data, "stored data");
@@ -59,7 +59,7 @@ static void require_same_side(const side *a, const side *b, int64_t kv_heads)
         require_same(a->open, b->open, bytes.open, "an open block");
 }
 
-static void free_side(const side *s) { free(s->data), free(s->scale), free(s->minimum), free(s->open); }
+void free_side(const side *s) { free(s->data), free(s->scale), free(s->minimum), free(s->open); }
 
 /* A step's queries, keys and values, [tokens][heads or kv_heads][head_dim] of all segments. */
 static void step(unsigned *seed, attention *c, segments *g, int64_t *starts, const int64_t *ends)

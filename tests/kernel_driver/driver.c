@@ -11,6 +11,7 @@ static void *caller(void *argument)
     for (int call = 0; call < CALLS; call++) {
         check_linear(&seed);
         check_attention(&seed);
+        check_decode(&seed);
         check_rows(&seed);
     }
     return NULL;

@@ -3,6 +3,9 @@
 #ifndef DRIVER_H
 #define DRIVER_H
 
+#include <attention.h>
+#include <weight.h>
+
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,8 +33,25 @@ static inline void require_same(const void *a, const void *b, size_t bytes, cons
     }
 }
 
+/* A weight of random bytes; per_row: without groups. */
+typedef struct {
+    weight w;
+    void *memory[4];
+} random_weight;
+
+random_weight new_weight(unsigned *seed, int kind, int64_t rows, int64_t columns, int per_row);
+void free_weight(const random_weight *m);
+
+/* The keys or values of a cache, all zero. */
+enum { SEGMENTS = 3, WIDTH = 5 }; /* a block of each segment's table */
+side new_side(unsigned *seed, int64_t head_dim, int64_t kv_heads, int is_keys);
+side copy_of(const side *from, int64_t kv_heads);
+void free_side(const side *s);
+void require_same_side(const side *a, const side *b, int64_t kv_heads);
+
 void check_linear(unsigned *seed);
 void check_attention(unsigned *seed);
+void check_decode(unsigned *seed);
 void check_rows(unsigned *seed);
 
 #endif

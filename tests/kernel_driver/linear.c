@@ -4,23 +4,16 @@
 
 enum { ROWS = 61, TOKENS = 13 };
 
-/* A weight of random bytes, and what is to be freed. */
-typedef struct {
-    weight w;
-    void *memory[4];
-} made;
-
-static made new_weight(unsigned *seed, int kind)
+random_weight new_weight(unsigned *seed, int kind, int64_t rows, int64_t columns, int per_row)
 {
     static const int64_t bytes_of_32[] = {16, 64, 64, 128, 16, 32};
-    const int odd = kind >= BF16 && kind <= FP32, per_row = odd || random_below(seed, 2);
-    const int64_t columns = kind == NF4 || !per_row ? 256 : 250, group = per_row && kind != NF4 ? columns : 64;
-    const int64_t scales = ROWS * (columns / group);
-    made m = {.w = {.kind = kind, .scale_is_fp16 = (int)random_below(seed, 2), .rows = ROWS,
-                    .columns = columns, .group = group, .row_bytes = columns * bytes_of_32[kind] / 32}};
-    uint8_t *data = malloc((size_t)(m.w.row_bytes * ROWS));
+    const int odd = kind >= BF16 && kind <= FP32;
+    const int64_t group = per_row && kind != NF4 ? columns : 64, scales = rows * (columns / group);
+    random_weight m = {.w = {.kind = kind, .scale_is_fp16 = (int)random_below(seed, 2), .rows = rows,
+                             .columns = columns, .group = group, .row_bytes = columns * bytes_of_32[kind] / 32}};
+    uint8_t *data = malloc((size_t)(m.w.row_bytes * rows));
     uint16_t *scale = malloc((size_t)scales * sizeof *scale);
-    for (int64_t i = 0; i < m.w.row_bytes * ROWS; i++)
+    for (int64_t i = 0; i < m.w.row_bytes * rows; i++)
         data[i] = (uint8_t)(odd && i & 1 ? 0x3f : random_below(seed, 256));
     for (int64_t i = 0; i < scales; i++)
         scale[i] = 0x3c00;
@@ -35,10 +28,18 @@ static made new_weight(unsigned *seed, int kind)
     return m;
 }
 
+void free_weight(const random_weight *m)
+{
+    for (int i = 0; i < 4; i++)
+        free(m->memory[i]);
+}
+
 /* Some tokens with a weight of a random kind: the same on any number of threads, and alone. */
 void check_linear(unsigned *seed)
 {
-    const made m = new_weight(seed, (int)random_below(seed, 6));
+    const int kind = (int)random_below(seed, 6), odd = kind >= BF16 && kind <= FP32;
+    const int per_row = odd || random_below(seed, 2);
+    const random_weight m = new_weight(seed, kind, ROWS, kind == NF4 || !per_row ? 256 : 250, per_row);
     float *x = random_floats(seed, TOKENS * m.w.columns);
     float *y = malloc(TOKENS * ROWS * sizeof *y), *z = malloc(TOKENS * ROWS * sizeof *z);
     void *workspace = malloc((size_t)qinfer_input_bytes(TOKENS, m.w.columns));
@@ -50,7 +51,6 @@ void check_linear(unsigned *seed)
         qinfer_linear(&again, x, tokens, workspace, 2);
         require_same(y, z, (size_t)tokens * ROWS * sizeof *y, "linear of fewer tokens");
     }
-    for (int i = 0; i < 4; i++)
-        free(m.memory[i]);
+    free_weight(&m);
     free(x), free(y), free(z), free(workspace);
 }

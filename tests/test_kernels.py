@@ -81,10 +81,11 @@ def int4(draw):
 
 
 @st.composite
-def int4_asymmetric(draw):
+def asymmetric(draw):
     group = draw(st.sampled_from([32, 64, 128, None]))
     columns = (group or 41) * draw(st.integers(1, 5))
-    return asymmetric_weight(draw(ROWS), columns, 4, group, draw(SCALES), draw(SEEDS))
+    bits = draw(st.sampled_from([4, 8]))
+    return asymmetric_weight(draw(ROWS), columns, bits, group, draw(SCALES), draw(SEEDS))
 
 
 @st.composite
@@ -112,9 +113,7 @@ def dense(draw):
     return dense_weight(draw(ROWS), draw(st.integers(1, 200)), dtype, draw(SEEDS))
 
 
-ANY_WEIGHT = (
-    int4() | int4_asymmetric() | int8_per_channel() | int8_groups() | nf4_blocks() | dense()
-)
+ANY_WEIGHT = int4() | asymmetric() | int8_per_channel() | int8_groups() | nf4_blocks() | dense()
 
 KINDS = {
     "int4 groups of 32 bf16": affine_weight(37, 96, 4, 32, torch.bfloat16),
@@ -125,6 +124,9 @@ KINDS = {
     "int4 asymmetric, groups of 32": asymmetric_weight(37, 96, 4, 32, torch.bfloat16),
     "int4 asymmetric, groups of 128": asymmetric_weight(20, 256, 4, 128, torch.float16),
     "int4 asymmetric, a scale a row, K = 41": asymmetric_weight(9, 41, 4, None, torch.float16),
+    "int8 asymmetric, groups of 32": asymmetric_weight(37, 96, 8, 32, torch.float16),
+    "int8 asymmetric, groups of 128": asymmetric_weight(20, 256, 8, 128, torch.bfloat16),
+    "int8 asymmetric, a scale a row, K = 41": asymmetric_weight(9, 41, 8, None, torch.bfloat16),
     "int8 a scale a row": affine_weight(100, 96, 8, None, torch.bfloat16),
     "int8 a scale a row, K = 33": affine_weight(37, 33, 8, None, torch.float16),
     "int8 groups of 32": affine_weight(37, 96, 8, 32, torch.bfloat16),
@@ -486,11 +488,6 @@ def test_affine_tensors_that_are_not_contiguous_go_to_the_reference(build, what)
     assert CPUOps().prepare(weight) is weight
     x = randn(1, 64)
     assert torch.equal(REFERENCE.linear(x, weight, None), REFERENCE.linear(x, whole, None))
-
-
-def test_asymmetric_weights_of_8_bits_go_to_the_reference(build):
-    weight = asymmetric_weight(8, 64, 8, 32, torch.bfloat16)
-    assert CPUOps().prepare(weight) is weight
 
 
 def test_a_dense_weight_may_be_stored_transposed(build):

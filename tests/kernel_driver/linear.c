@@ -13,17 +13,19 @@ random_weight new_weight(unsigned *seed, int kind, int64_t rows, int64_t columns
                              .columns = columns, .group = group, .row_bytes = columns * bytes_of_32[kind] / 32}};
     uint8_t *data = malloc((size_t)(m.w.row_bytes * rows));
     uint16_t *scale = malloc((size_t)scales * sizeof *scale);
+    int8_t *zero = malloc((size_t)scales);
     for (int64_t i = 0; i < m.w.row_bytes * rows; i++)
         data[i] = (uint8_t)(odd && i & 1 ? 0x3f : random_below(seed, 256));
     for (int64_t i = 0; i < scales; i++)
-        scale[i] = 0x3c00;
+        scale[i] = 0x3c00, zero[i] = (int8_t)(random_below(seed, 256) - 128);
+    m.w.has_zeros = kind == INT8 && random_below(seed, 2);
     m.memory[0] = data;
     m.memory[1] = scale;
     m.w.absmax = m.memory[2] = random_floats(seed, scales);
     m.w.code = m.memory[3] = random_floats(seed, 16);
     m.w.data = malloc((size_t)qinfer_weight_bytes(&m.w));
-    qinfer_repack(&m.w, data, scale, NULL, 2);
-    free(data);
+    qinfer_repack(&m.w, data, scale, m.w.has_zeros ? zero : NULL, 2);
+    free(data), free(zero);
     m.memory[0] = m.w.data;
     return m;
 }

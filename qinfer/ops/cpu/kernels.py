@@ -33,6 +33,7 @@ class Weight(ctypes.Structure):
     _fields_ = (
         ("kind", _int32),
         ("scale_is_fp16", _int32),
+        ("has_zeros", _int64),
         ("rows", _int64),
         ("columns", _int64),
         ("group", _int64),

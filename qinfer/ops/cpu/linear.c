@@ -18,8 +18,8 @@ static int64_t runs_of(int64_t columns) { return (columns + RUN - 1) / RUN; }
 /* Bytes that a weight's data takes. */
 int64_t qinfer_weight_bytes(const weight *w) { return w->kind >= INT4 ? packed_bytes(w) : dense_bytes(w); }
 
-/* Fill w->data from the layout on disk. INT4 and INT8 have scales; with zero points, one for each scale,
- * INT8 is made of 4-bit values. */
+/* Fill w->data from the layout on disk. INT4 and INT8 have scales. With zero points, one for each scale, INT8
+ * is made of 4-bit values less those, unless it keeps them. */
 void qinfer_repack(const weight *w, const uint8_t *data, const uint16_t *scale, const int8_t *zero, int threads)
 {
     if (w->kind >= INT4)

@@ -5,7 +5,8 @@
  * of columns that share a scale and a unit, and the spans in fp32 in their order. A result depends neither
  * on the other rows and tokens, nor on the number of threads, nor on the processor's variant.
  *
- * A block of 8 rows is, per group of columns, its runs and then 8 scales of 16 bits. A run at 4 bits is
+ * A block of 8 rows is, per group of columns, its runs and then 8 scales of 16 bits, and 8 zero points of 16
+ * bits if there are any. A run at 4 bits is
  * four vectors of 8 dwords: dword r of vector j has row r's columns 8j … 8j + 7, stored + 8, in nibbles of
  * the order 0 2 4 6 1 3 5 7, so that a shift and a mask give pairs of neighbours in 16 bits each. At 8
  * bits it is 16 half vectors: bytes 2r and 2r + 1 of number p are row r's columns 2p and 2p + 1.
@@ -22,15 +23,16 @@ enum { ROWS = 8, CHUNK_RUNS = 20, BYTES_AHEAD = 3072 };
 
 /* Where things are in a repacked weight. */
 typedef struct {
-    int64_t runs, runs_a_group, run_bytes, block_bytes;
+    int64_t runs, runs_a_group, run_bytes, tail_bytes, block_bytes;
 } layout;
 
 static layout layout_of(const weight *w)
 {
     layout l = {.runs = (w->columns + RUN - 1) / RUN,
                 .runs_a_group = (w->group + RUN - 1) / RUN,
-                .run_bytes = w->kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN};
-    l.block_bytes = l.runs * l.run_bytes + l.runs / l.runs_a_group * 2 * ROWS;
+                .run_bytes = w->kind == INT4 ? ROWS * RUN / 2 : ROWS * RUN,
+                .tail_bytes = (w->has_zeros ? 4 : 2) * ROWS};
+    l.block_bytes = l.runs * l.run_bytes + l.runs / l.runs_a_group * l.tail_bytes;
     return l;
 }
 
@@ -63,7 +65,8 @@ typedef struct {
     const int8_t *zero;
 } repacking;
 
-/* A row's place r in a run, from the disk's bytes; what is beyond the columns is zero. */
+/* A row's place r in a run, from the disk's bytes, 4-bit ones less their zero point; what is beyond the columns
+ * is zero. */
 static void pack_run(const weight *w, const uint8_t *from, const int8_t *zero, int64_t columns, int64_t r,
                      uint8_t *to)
 {
@@ -97,20 +100,26 @@ static void pack_block(const void *job, int64_t block)
     const weight *w = j->w;
     const layout l = layout_of(w);
     const int64_t groups = l.runs / l.runs_a_group, rows = smaller(ROWS, w->rows - block * ROWS);
+    const int8_t *zero = w->has_zeros ? NULL : j->zero;
     uint8_t *to = w->data + block * l.block_bytes;
     memset(to, 0, (size_t)l.block_bytes);
     for (int64_t run = 0; run < l.runs; run++, to += l.run_bytes) {
         const int64_t first = run * RUN, group = run / l.runs_a_group;
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t row = block * ROWS + r, byte = w->kind == INT4 || j->zero ? first / 2 : first;
-            pack_run(w, j->data + row * w->row_bytes + byte, j->zero ? j->zero + row * groups + group : NULL,
+            const int64_t row = block * ROWS + r, byte = w->kind == INT4 || zero ? first / 2 : first;
+            pack_run(w, j->data + row * w->row_bytes + byte, zero ? zero + row * groups + group : NULL,
                      smaller(w->columns - first, RUN), r, to);
         }
         if ((run + 1) % l.runs_a_group)
             continue;
-        for (int64_t r = 0; r < rows; r++)
-            memcpy(to + l.run_bytes + 2 * r, j->scale + (block * ROWS + r) * groups + group, 2);
-        to += 2 * ROWS;
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t at = (block * ROWS + r) * groups + group;
+            memcpy(to + l.run_bytes + 2 * r, j->scale + at, 2);
+            const int16_t point = w->has_zeros ? j->zero[at] : 0;
+            if (w->has_zeros)
+                memcpy(to + l.run_bytes + 2 * ROWS + 2 * r, &point, 2);
+        }
+        to += l.tail_bytes;
     }
 }
 
@@ -123,11 +132,13 @@ void packed_repack(const weight *w, const uint8_t *data, const uint16_t *scale, 
 
 /* ---- products ---- */
 
-/* 16 rows of some runs, unpacked once for many tokens: pairs of columns of 8 and 8 rows, and their scales,
- * one per span. */
+/* 16 rows of some runs, unpacked once for many tokens: pairs of columns of 8 and 8 rows, and their scales
+ * and zero points, one per span. */
 typedef struct {
     _Alignas(64) int16_t pairs[CHUNK_RUNS * RUN / 2][2][2 * ROWS];
     float scales[CHUNK_RUNS][2][ROWS];
+    int32_t zeros[CHUNK_RUNS][2][ROWS];
+    int64_t has_zeros;
 } chunk;
 
 #define CODE "packed_tiles.h"

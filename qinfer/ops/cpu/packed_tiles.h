@@ -61,6 +61,19 @@ INLINE v8 VARIANT(scales)(const weight *w, const uint8_t *from)
     return w->scale_is_fp16 ? VARIANT(load_fp16)(bits) : VARIANT(load_bf16)(bits);
 }
 
+/* The zero points behind a group's scales. */
+INLINE v8i VARIANT(zeros)(const weight *w, const uint8_t *scales)
+{
+    int16_t points[ROWS];
+    v8i wide = VARIANT(splat_int)(0);
+    if (w->has_zeros) {
+        memcpy(points, scales + 2 * ROWS, sizeof points);
+        for (int r = 0; r < ROWS; r++)
+            wide[r] = points[r];
+    }
+    return wide;
+}
+
 /* ---- a few tokens: weights are read once, and unpacked in registers ---- */
 
 /* Add the products of a run to each token's. For a token alone in two sums, each of which waits for its
@@ -89,10 +102,11 @@ INLINE void VARIANT(add_run)(const uint8_t *data, const int16_t *values, v8i *do
             dots[t] = c ? dots[t] + sums[c][t] : sums[0][t];
 }
 
-INLINE void VARIANT(begin_span)(const int32_t *shares, v8i *dots, int kind, int tokens)
+/* Begin with what the sums of the activations, times -8, make of what weights are stored plus. */
+INLINE void VARIANT(begin_span)(const int32_t *shares, v8i zeros, v8i *dots, int kind, int tokens)
 {
     for (int t = 0; t < tokens; t++)
-        dots[t] = VARIANT(splat_int)(kind == INT4 ? shares[t] : 0);
+        dots[t] = kind == INT4 ? VARIANT(splat_int)(shares[t]) : zeros * VARIANT(splat_int)(shares[t] >> 3);
 }
 
 INLINE void VARIANT(end_span)(const v8i *dots, v8 scale, const float *units, v8 *sums, int tokens)
@@ -116,16 +130,17 @@ INLINE void VARIANT(few_tile)(const weight *w, const layout *l, const uint8_t *d
     for (int t = 0; t < tokens; t++)
         sums[t] = VARIANT(splat)(0);
     for (int64_t run = 0; one && run < runs; run++, data += bytes + 2 * ROWS, values += tokens * RUN) {
-        VARIANT(begin_span)(shares + run * tokens, dots, kind, tokens);
+        VARIANT(begin_span)(shares + run * tokens, VARIANT(splat_int)(0), dots, kind, tokens);
         VARIANT(add_run)(data, values, dots, kind, tokens);
         VARIANT(end_span)(dots, VARIANT(scales)(w, data + bytes), units + run * tokens, sums, tokens);
     }
-    for (int64_t run = 0; !one && run < runs; data += 2 * ROWS) {
+    for (int64_t run = 0; !one && run < runs; data += l->tail_bytes) {
         const int64_t group_end = run + group_runs;
         const v8 scale = VARIANT(scales)(w, data + group_runs * bytes);
+        const v8i zeros = VARIANT(zeros)(w, data + group_runs * bytes);
         for (; run < group_end; units += tokens, shares += tokens) {
             const int64_t end = smaller(run + span_runs, group_end);
-            VARIANT(begin_span)(shares, dots, kind, tokens);
+            VARIANT(begin_span)(shares, zeros, dots, kind, tokens);
             for (; run < end; run++, data += bytes, values += tokens * RUN)
                 VARIANT(add_run)(data, values, dots, kind, tokens);
             VARIANT(end_span)(dots, scale, units, sums, tokens);
@@ -170,7 +185,7 @@ static void VARIANT(unpack_half)(const weight *w, const layout *l, const uint8_t
     const v16s zero = (v16s){0} + (int16_t)(w->kind == INT4 ? 8 : 0);
     for (int64_t run = first; run < first + runs; run++) {
         const int64_t group = run / l->runs_a_group, at = run - first;
-        const uint8_t *data = block + run * l->run_bytes + group * 2 * ROWS;
+        const uint8_t *data = block + run * l->run_bytes + group * l->tail_bytes;
         for (int j = 0; j < 4; j++) {
             v16s pairs[4];
             if (w->kind == INT4)
@@ -182,8 +197,10 @@ static void VARIANT(unpack_half)(const weight *w, const layout *l, const uint8_t
         }
         if (at % span_runs == 0) {
             const int64_t end = (group + 1) * l->runs_a_group;
-            const uint8_t *scales = block + end * l->run_bytes + group * 2 * ROWS;
+            const uint8_t *scales = block + end * l->run_bytes + group * l->tail_bytes;
+            const v8i zeros = VARIANT(zeros)(w, scales);
             VARIANT(store)(to->scales[at / span_runs][half], VARIANT(scales)(w, scales));
+            memcpy(to->zeros[at / span_runs][half], &zeros, sizeof zeros);
         }
     }
 }
@@ -202,13 +219,21 @@ static void VARIANT(many_tile)(const chunk *c, int64_t first, int64_t runs, cons
                                float (*sums)[GRAIN])
 {
     const int16_t *values = x->values + place_of(x, token, x->runs, first) * RUN;
-    const float *units = x->units + place_of(x, token, x->spans, first / x->span_runs);
+    const int64_t place = place_of(x, token, x->spans, first / x->span_runs);
+    const float *units = x->units + place;
+    const int32_t *shares = x->sums + place;
     const int16_t(*pairs)[2][2 * ROWS] = c->pairs;
-    for (int64_t run = 0, span = 0; run < runs; span++, units += WIDE_TILE) {
+    for (int64_t run = 0, span = 0; run < runs; span++, units += WIDE_TILE, shares += WIDE_TILE) {
         const int64_t end = smaller(run + x->span_runs, runs);
         v8i a[WIDE_TILE], b[WIDE_TILE];
         for (int t = 0; t < WIDE_TILE; t++)
             a[t] = b[t] = VARIANT(splat_int)(0);
+        if (c->has_zeros) {
+            v8i zeros[2];
+            memcpy(zeros, c->zeros[span], sizeof zeros);
+            VARIANT(begin_span)(shares, zeros[0], a, INT8, WIDE_TILE);
+            VARIANT(begin_span)(shares, zeros[1], b, INT8, WIDE_TILE);
+        }
         for (; run < end; run++, values += WIDE_TILE * RUN)
             UNROLL(16)
             for (int i = 0; i < RUN / 2; i++, pairs++) {
@@ -237,6 +262,7 @@ static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token
     chunk c;
     if (count <= ROWS)
         memset(&c, 0, sizeof c);
+    c.has_zeros = p->w->has_zeros;
     memset(sums, 0, sizeof sums);
     const int64_t chunks = (l.runs + CHUNK_RUNS - 1) / CHUNK_RUNS;
     const int64_t step = ((l.runs + chunks - 1) / chunks + 3) / 4 * 4; /* of whole spans */

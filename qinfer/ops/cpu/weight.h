@@ -12,6 +12,7 @@ enum { NF4, BF16, FP16, FP32, INT4, INT8 }; /* as in kernels.py */
 typedef struct {
     int32_t kind;
     int32_t scale_is_fp16; /* of INT4 and INT8; else bf16 */
+    int64_t has_zeros;     /* whether groups of INT8 have a zero point each */
     int64_t rows, columns;
     int64_t group;         /* columns that share a scale, or a block of NF4, a power of 2; else all */
     int64_t row_bytes;     /* on disk */

@@ -123,11 +123,13 @@ def _affine(weight: AffineWeight) -> _Source | None:
     tensors = (weight.packed, weight.scale)
     if weight.scale.dtype == torch.float32 or not all(t.is_contiguous() for t in tensors):
         return None
-    if weight.zero is not None and (weight.bits == 8 or not weight.zero.is_contiguous()):
-        return None  # less its zero point, a value of 4 bits fits in 8
+    if weight.zero is not None and not weight.zero.is_contiguous():
+        return None
     description = kernels.Weight(
+        # Less its zero point, a value of 4 bits fits in 8.
         kind=_INT4 if weight.bits == 4 and weight.zero is None else _INT8,
         scale_is_fp16=weight.scale.dtype == torch.float16,
+        has_zeros=weight.bits == 8 and weight.zero is not None,
         rows=weight.shape[0],
         columns=weight.columns,
         group=group,

@@ -569,10 +569,12 @@ def test_the_source_compiles_without_a_warning(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("flag", [None, "-DQINFER_PLAIN"], ids=["avx2", "plain"])
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize(
+    ("sanitizer", "flag"),
+    [("thread", None), ("address,undefined", None), ("address,undefined", "-DQINFER_PLAIN")],
+)
 def test_a_sanitizer_finds_no_race_and_no_stray_access(sanitizer, flag, tmp_path):
-    """Parts of the driver include the kernels."""
+    """Parts of the driver include the kernels. Threads do not depend on the variant."""
     program = tmp_path / "driver"
     level = "-O1" if sanitizer == "thread" else "-O0"  # compiling is what takes the time
     flags = [level, "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]

@@ -160,7 +160,8 @@ def rounded(x, span):
     columns = x.shape[1]
     runs = F.pad(x, (0, -columns % span)).unflatten(1, (-1, span))
     largest = runs.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    codes = (runs * (32767 / largest)).round()  # in fp32, as the kernels compute it
+    # In fp32, as the kernels compute it. `32767 / largest` would be 32767 times a reciprocal.
+    codes = (runs * largest.new_full((), 32767).div(largest)).round()
     return (codes.double() * (largest / 32767)).flatten(1)[:, :columns]
 
 

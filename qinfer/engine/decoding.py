@@ -84,7 +84,7 @@ class Decoding:
             graphs: Capture CUDA graphs, if the device is one that has them.
         """
         self.graphs = graphs and decoder.ops.device.type == "cuda"
-        self._queues = decoder.ops.fixed_steps
+        self._queues = decoder.ops.fixed_steps  # steps are, and the host goes on meanwhile
         self.warn: Callable[[str], None] = lambda message: None
         self._decoder = decoder
         self._cache = cache

@@ -79,7 +79,7 @@ class Decoding:
         Args:
             decoder: The model.
             cache: With padding, see `PagedCache`.
-            vocab_size: See above.
+            vocab_size: As the attribute.
             positions: Of the longest sequence.
             graphs: Capture CUDA graphs, if the device is one that has them.
         """
@@ -200,7 +200,7 @@ class _FixedStep:
         """`key` is the number of sequences and, per group of layers, the width of the tables."""
         self._decoder = decoder
         self._cache = cache
-        self.vocab_size = vocab_size
+        self._vocab_size = vocab_size
         self._size, *self._widths = key
         device = decoder.ops.device
         self._on_gpu = on_gpu = device.type == "cuda"
@@ -230,7 +230,7 @@ class _FixedStep:
         self._results = torch.zeros(2, self._size, dtype=torch.int64, device=device)
         self._pinned_results = itertools.cycle(
             torch.zeros(2, self._size, dtype=torch.int64, pin_memory=True)
-            for _ in range(2 * on_gpu)
+            for _ in range(2 if on_gpu else 0)
         )
         self._graph: torch.cuda.CUDAGraph | None = None
         self.logits = torch.empty(0)
@@ -315,7 +315,7 @@ class _FixedStep:
         x = decoder.embed(batch.ids, batch.positions) if x is None else x.clone()
         hidden = decoder.run(x, batch, self._cache.layers)
         self.logits = decoder.logits(hidden)
-        tokens, broken = decoder.ops.greedy(self.logits, self.vocab_size)
+        tokens, broken = decoder.ops.greedy(self.logits, self._vocab_size)
         self._results[0].copy_(tokens)
         self._results[1].copy_(broken)
         self._batch.ids.copy_(tokens)

@@ -188,10 +188,7 @@ static void VARIANT(unpack_half)(const weight *w, const layout *l, const uint8_t
         const uint8_t *data = block + run * l->run_bytes + group * l->tail_bytes;
         for (int j = 0; j < 4; j++) {
             v16s pairs[4];
-            if (w->kind == INT4)
-                VARIANT(unpack)(data, j, pairs, INT4);
-            else
-                VARIANT(unpack)(data, j, pairs, INT8);
+            VARIANT(unpack)(data, j, pairs, w->kind);
             for (int i = 0; i < 4; i++)
                 *(v16s_in_memory *)to->pairs[at * RUN / 2 + 4 * j + i][half] = pairs[i] - zero;
         }

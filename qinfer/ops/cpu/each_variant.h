@@ -9,44 +9,41 @@
 #ifdef HAVE_X86_VARIANTS
 #define VARIANT_IS_AVX2
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+BEGIN_VARIANT("avx2,fma,f16c")
 #define VARIANT(name) name##_avx2
 #include "vectors.h"
 #include CODE
 #undef VARIANT
-#ifdef __clang__
-#pragma clang attribute pop
+END_VARIANT
+
+#ifdef HAVE_AVX_VNNI
+#define DOT_PAIRS _mm256_dpwssd_avx_epi32
+BEGIN_VARIANT("avx2,fma,f16c,avxvnni")
+#define VARIANT(name) name##_avx_vnni
+#include "vectors.h"
+#include CODE
+#undef VARIANT
+END_VARIANT
+#undef DOT_PAIRS
+#define IF_AVX_VNNI(name) variant() == AVX_VNNI ? name##_avx_vnni:
 #else
-#pragma GCC pop_options
+#define IF_AVX_VNNI(name)
 #endif
 
-#define VARIANT_IS_AVX512_VNNI
-#ifdef __clang__
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,f16c,avx512vl,avx512bw,avx512dq,avx512vnni"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512vl,avx512bw,avx512dq,avx512vnni")
-#endif
+#define DOT_PAIRS _mm256_dpwssd_epi32
+BEGIN_VARIANT("avx2,fma,f16c,avx512vl,avx512bw,avx512dq,avx512vnni")
 #define VARIANT(name) name##_avx512_vnni
 #include "vectors.h"
 #include CODE
 #undef VARIANT
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#undef VARIANT_IS_AVX512_VNNI
+END_VARIANT
+#undef DOT_PAIRS
 
 #undef VARIANT_IS_AVX2
 #define CHOOSE(name)                                                                               \
-    (variant() == AVX512_VNNI ? name##_avx512_vnni : variant() == AVX2 ? name##_avx2 : name##_plain)
+    (variant() == AVX512_VNNI                                                                      \
+         ? name##_avx512_vnni                                                                      \
+         : IF_AVX_VNNI(name) variant() == AVX2 ? name##_avx2 : name##_plain)
 #else
 #define CHOOSE(name) name##_plain
 #endif

@@ -1,6 +1,6 @@
 /* Vectors of 8 floats in the compiler's own notation, and what it has no notation for.
  *
- * Code over them is a file of its own that is included twice, plain and for AVX2 (see each_variant.h), with
+ * Code over them is a file of its own that is included for each variant (see each_variant.h), with
  * VARIANT(name) naming its functions and this file included before it. Every operation works lane by
  * lane, so an element's result does not depend on its neighbours or its place in a vector.
  */
@@ -152,8 +152,8 @@ INLINE v8i VARIANT(dot_pairs)(v8i sum, v16s w, const int16_t *pair)
     int32_t both;
     memcpy(&both, pair, sizeof both);
     const __m256i x = _mm256_set1_epi32(both);
-#if defined VARIANT_IS_AVX512_VNNI
-    return (v8i)_mm256_dpwssd_epi32((__m256i)sum, (__m256i)w, x);
+#if defined DOT_PAIRS
+    return (v8i)DOT_PAIRS((__m256i)sum, (__m256i)w, x);
 #else
     sum += (v8i)_mm256_madd_epi16((__m256i)w, x);
     __asm__("" : "+x"(sum)); /* else gcc computes products first, to add them later, and spills them */

@@ -245,6 +245,36 @@ def test_the_number_of_threads_does_not_change_a_bit(build, threads):
     assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
 
 
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (33, 0), (300, 4), (20, 270)])
+@pytest.mark.parametrize("bits", [(16, 16), (8, 4)])
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_that_share_a_sequence_compute_what_one_does(build, threads, bits, window, sinks):
+    """The last tokens come one by one, so that a sequence's 256 tokens at a time can be shared."""
+    case = Case([700, 300, 20], bits=bits, window=window, sinks=sinks)
+    steps = [[(s, n - 2) for s, n in enumerate(case.lengths)], *[[(0, 1), (1, 1), (2, 1)]] * 2]
+    ops = CPUOps()
+    ops._threads = 1
+    alone, _ = case.run(ops, steps)
+    expected, _ = case.run(REFERENCE, steps)
+    ops._threads = threads
+    for taken in (steps, case.at_once()):
+        out, _ = case.run(ops, taken)
+        for a, b, reference in zip(out, alone, expected, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, reference, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("at", [5, 300, 690])
+def test_nan_is_not_hidden_by_tokens_far_behind_it(build, at):
+    case = Case([700])
+    case.k[0][at] = float("nan")
+    ops = CPUOps()
+    for ops._threads in (1, 4):
+        out, _ = case.run(ops, [[(0, 699)], [(0, 1)]])
+        assert out[0][:at].isfinite().all()
+        assert out[0][at:].isnan().all()
+
+
 @pytest.mark.parametrize("ops", [REFERENCE, CPUOps], ids=["reference", "kernel"])
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("window", [None, 40])

@@ -90,7 +90,7 @@ static void step(unsigned *seed, attention *c, segments *g, int64_t *starts, con
     free(q), free(k), free(v), free(out), free(again);
 }
 
-/* Some sequences grow to the end of their blocks, in steps of random sizes. */
+/* Some sequences grow to the end of their blocks, in steps of random sizes and at last by one token. */
 void check_attention(unsigned *seed)
 {
     static const int64_t head_dims[] = {2, 6, 20, 32, 40, 96};
@@ -110,10 +110,10 @@ void check_attention(unsigned *seed)
                    .head_dim = head_dim, .scale = 0.1f, .threads = 1, .q_stride = heads * head_dim,
                    .kv_stride = kv_heads * head_dim};
     int64_t starts[SEGMENTS] = {0}, ends[SEGMENTS];
-    for (int turn = 0; turn < 3; turn++) {
+    for (int turn = 0; turn < 4; turn++) {
         for (int s = 0; s < SEGMENTS; s++) {
-            const int64_t left = TOKENS - starts[s] - 2 + turn;
-            ends[s] = turn == 2 ? TOKENS : starts[s] + 1 + random_below(seed, (unsigned)left / 2);
+            const int64_t left = TOKENS - starts[s] - 3 + turn;
+            ends[s] = turn < 2 ? starts[s] + 1 + random_below(seed, (unsigned)left / 2) : TOKENS - 3 + turn;
         }
         step(seed, &c, &g, starts, ends);
     }

@@ -43,7 +43,7 @@ random_weight new_weight(unsigned *seed, int kind, int64_t rows, int64_t columns
 void free_weight(const random_weight *m);
 
 /* The keys or values of a cache, all zero. */
-enum { SEGMENTS = 3, WIDTH = 5 }; /* a block of each segment's table */
+enum { SEGMENTS = 3, WIDTH = 9 }; /* blocks of each segment's table */
 side new_side(unsigned *seed, int64_t head_dim, int64_t kv_heads, int is_keys);
 side copy_of(const side *from, int64_t kv_heads);
 void free_side(const side *s);

@@ -1,7 +1,16 @@
 /* The arithmetic of attention on tiles of one block; included for each variant, behind vectors.h.
  *
- * A tile is a block's keys [head_dim][BLOCK] or values [BLOCK][padded head_dim] of one head in fp32.
+ * A tile is a block's keys [head_dim][BLOCK] or values [BLOCK][padded head_dim] of one head, in fp32 or as they
+ * are stored.
  */
+
+/* 8 numbers of `bits` bits from number i on; codes of 8 bits stay codes. */
+INLINE v8 VARIANT(load_as)(const void *from, int64_t i, int bits)
+{
+    return bits == 8    ? VARIANT(load_int8)((const int8_t *)from + i)
+           : bits == 16 ? VARIANT(load_fp16)((const uint16_t *)from + i)
+                        : VARIANT(load)((const float *)from + i);
+}
 
 /* The 32 tokens of keys, or 32 values of a token, from a row of 16-bit floats. */
 INLINE void VARIANT(widen_fp16)(float *to, const uint16_t *from)
@@ -219,18 +228,18 @@ static void VARIANT(seal)(const side *s, const source *from, int64_t at, int64_t
 /* ---- queries ---- */
 
 /* Scores of `rows` queries with a block's 32 keys, each a sum over the channels in their order. */
-INLINE void VARIANT(score)(const float *q, int64_t head_dim, const float *keys, float *scores, int rows)
+INLINE void VARIANT(score)(const float *q, int64_t head_dim, const void *keys, float *scores, int rows, int bits)
 {
     v8 sum[3][4];
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < 4; i++)
             sum[r][i] = VARIANT(splat)(0);
-    for (int64_t d = 0; d < head_dim; d++, keys += BLOCK) {
+    for (int64_t d = 0; d < head_dim; d++) {
         v8 x[3];
         for (int r = 0; r < rows; r++)
             x[r] = VARIANT(splat)(q[r * head_dim + d]);
         for (int i = 0; i < 4; i++) {
-            const v8 k = VARIANT(load)(keys + 8 * i);
+            const v8 k = VARIANT(load_as)(keys, d * BLOCK + 8 * i, bits);
             for (int r = 0; r < rows; r++)
                 sum[r][i] = VARIANT(madd)(x[r], k, sum[r][i]);
         }
@@ -241,8 +250,8 @@ INLINE void VARIANT(score)(const float *q, int64_t head_dim, const float *keys, 
 }
 
 /* mixed = mixed * keep + weights · values, 32 channels at a time, the tokens in their order. */
-INLINE void VARIANT(mix)(float *mixed, const float *keep, const float *weights, const float *values,
-                         int64_t count, int64_t padded, int rows)
+INLINE void VARIANT(mix)(float *mixed, const float *keep, const float *weights, const void *values,
+                         int64_t count, int64_t padded, int rows, int bits)
 {
     for (int64_t c = 0; c < padded; c += 32) {
         v8 sum[3][4];
@@ -254,7 +263,7 @@ INLINE void VARIANT(mix)(float *mixed, const float *keep, const float *weights, 
             for (int r = 0; r < rows; r++)
                 w[r] = VARIANT(splat)(weights[r * BLOCK + j]);
             for (int i = 0; i < 4; i++) {
-                const v8 v = VARIANT(load)(values + j * padded + c + 8 * i);
+                const v8 v = VARIANT(load_as)(values, j * padded + c + 8 * i, bits);
                 for (int r = 0; r < rows; r++)
                     sum[r][i] = VARIANT(madd)(w[r], v, sum[r][i]);
             }
@@ -305,12 +314,17 @@ INLINE void VARIANT(cap)(float *scores, float softcap)
     }
 }
 
-INLINE void VARIANT(attend_rows)(const work *w, state *t, const tile *b, int64_t r, int rows)
+INLINE void VARIANT(attend_rows)(const work *w, const state *t, const tile *b, const sums *s, int64_t r, int rows)
 {
     float scores[3 * BLOCK], keep[3];
     const int64_t first = t->first_position + r / w->group_heads;
     const int64_t last = t->first_position + (r + rows - 1) / w->group_heads;
-    VARIANT(score)(t->queries + r * w->head_dim, w->head_dim, b->keys, scores, rows);
+    const float *q = t->queries + r * w->head_dim;
+    switch (b->key_bits) {
+    case 8: VARIANT(score)(q, w->head_dim, b->keys, scores, rows, 8); break;
+    case 16: VARIANT(score)(q, w->head_dim, b->keys, scores, rows, 16); break;
+    default: VARIANT(score)(q, w->head_dim, b->keys, scores, rows, 32);
+    }
     const int hides = !sees_all(w, b, first, last);
     for (int i = 0; i < rows; i++) {
         VARIANT(rescale)(scores + i * BLOCK, b->key_scales);
@@ -318,20 +332,47 @@ INLINE void VARIANT(attend_rows)(const work *w, state *t, const tile *b, int64_t
             VARIANT(cap)(scores + i * BLOCK, w->c->softcap);
         if (hides)
             hide(w, b, t->first_position + (r + i) / w->group_heads, scores + i * BLOCK);
-        keep[i] = VARIANT(weigh)(scores + i * BLOCK, &t->most[r + i], t->total[r + i]);
+        keep[i] = VARIANT(weigh)(scores + i * BLOCK, s->most + r + i, s->total + 8 * (r + i));
         VARIANT(rescale)(scores + i * BLOCK, b->value_scales);
     }
-    VARIANT(mix)(t->mixed + r * w->padded, keep, scores, b->values, b->count, w->padded, rows);
+    float *mixed = s->mixed + r * w->padded;
+    switch (b->value_bits) {
+    case 8: VARIANT(mix)(mixed, keep, scores, b->values, b->count, w->padded, rows, 8); break;
+    case 16: VARIANT(mix)(mixed, keep, scores, b->values, b->count, w->padded, rows, 16); break;
+    default: VARIANT(mix)(mixed, keep, scores, b->values, b->count, w->padded, rows, 32);
+    }
 }
 
 /* Let all queries of a state attend to one block. */
-static void VARIANT(attend)(const work *w, state *t, const tile *b)
+static void VARIANT(attend)(const work *w, const state *t, const tile *b, const sums *s)
 {
     int64_t r = 0;
     for (; r + 3 <= t->rows; r += 3)
-        VARIANT(attend_rows)(w, t, b, r, 3);
+        VARIANT(attend_rows)(w, t, b, s, r, 3);
     if (t->rows - r == 2)
-        VARIANT(attend_rows)(w, t, b, r, 2);
+        VARIANT(attend_rows)(w, t, b, s, r, 2);
     else if (t->rows - r == 1)
-        VARIANT(attend_rows)(w, t, b, r, 1);
+        VARIANT(attend_rows)(w, t, b, s, r, 1);
+}
+
+/* to = to * a + from * b */
+INLINE void VARIANT(blend)(float *to, float a, const float *from, float b, int64_t size)
+{
+    for (int64_t i = 0; i < size; i += 8)
+        VARIANT(store)(to + i, VARIANT(madd)(VARIANT(load)(from + i), VARIANT(splat)(b),
+                                             VARIANT(load)(to + i) * VARIANT(splat)(a)));
+}
+
+/* Add the sums of the next span. */
+static void VARIANT(join)(const work *w, int64_t rows, const sums *all, const sums *next)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        const float before = all->most[r], after = next->most[r], now = before > after ? before : after;
+        if (after == -INFINITY) /* nothing visible there */
+            continue;
+        const v8 keep = VARIANT(exp)((v8){before - now, after - now});
+        all->most[r] = now;
+        VARIANT(blend)(all->mixed + r * w->padded, keep[0], next->mixed + r * w->padded, keep[1], w->padded);
+        VARIANT(blend)(all->total + r * 8, keep[0], next->total + r * 8, keep[1], 8);
+    }
 }

@@ -175,7 +175,7 @@ static void VARIANT(many_tokens)(const product *p, const input *x, int64_t token
             }
     }
     for (int64_t t = 0; t < tokens; t++)
-        for (int64_t r = 0; r < count; r++)
-            out[t][r] = VARIANT(sum)(sums[t][r]);
+        for (int64_t r = 0; r < GRAIN; r += 8)
+            VARIANT(store)(out[t] + r, VARIANT(sum_each)(sums[t] + r));
     put(p, token, row, count, tokens, out);
 }

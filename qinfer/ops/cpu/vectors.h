@@ -205,6 +205,30 @@ INLINE float VARIANT(sum)(v8 x)
     return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
 
+/* The sums of 8 vectors, in the same order. */
+INLINE v8 VARIANT(sum_each)(const v8 x[8])
+{
+    v8 total;
+#ifdef VARIANT_IS_AVX2 /* halves, then pairs, then neighbours, of two vectors in one addition */
+    __m256 half[4], pair[2];
+    for (int i = 0; i < 4; i++) {
+        const __m256 a = (__m256)x[i], b = (__m256)x[i + 4];
+        half[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    for (int i = 0; i < 2; i++) {
+        const __m256d a = _mm256_castps_pd(half[2 * i]), b = _mm256_castps_pd(half[2 * i + 1]);
+        pair[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
+                                _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+    }
+    total = (v8)_mm256_add_ps(_mm256_shuffle_ps(pair[0], pair[1], 0x88),
+                              _mm256_shuffle_ps(pair[0], pair[1], 0xdd));
+#else
+    for (int i = 0; i < 8; i++)
+        total[i] = VARIANT(sum)(x[i]);
+#endif
+    return total;
+}
+
 /* e^x to 2 units in the last place; 0 below -87, where results leave the normal range. 2^n · e^r with
  * |r| <= ln 2 / 2, ln 2 in two parts so that r is exact, and the series of e^r to the 7th power. */
 INLINE v8 VARIANT(exp)(v8 x)

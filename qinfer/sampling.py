@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Any
 from qinfer.errors import CheckpointError, NumericsError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 _NEG_INF = float("-inf")
 _MIN_DIVISOR = 1e-30  # representable in fp32; far below any difference between two logits
-_HEAD = 256  # most likely tokens that top-p looks at before it sorts the vocabulary
+_REACHES = (6, 8, 10, 12, 16, 24)  # below the peak, to look for a nucleus before all are sorted
+_ROUNDING = 1e-6  # of a sum of fp32 probabilities
 
 
 def _option(kind: type, default: Any, help: str, **metadata: Any) -> Any:
@@ -278,10 +281,26 @@ def draw(logits: Tensor, uniform: float) -> int:
     Returns:
         The first index whose cumulative probability is above `uniform`.
     """
-    import torch
+    import numpy as np
 
-    mass = (logits - logits.max()).exp().cumsum(-1, dtype=torch.float64)
-    return int(torch.searchsorted(mass, mass[-1:] * uniform, right=True))
+    mass = _masses(logits, 1).cumsum(dtype=np.float64)
+    return int(mass.searchsorted(mass[-1] * uniform, side="right"))
+
+
+def _masses(logits: Tensor, divisor: float) -> NDArray[np.float32]:
+    """What temperature and exp make of [vocab], relative to the likeliest.
+
+    By numpy: torch shares large vocabularies among its threads, which then are in the way of the
+    next step's.
+    """
+    import numpy as np
+
+    values = logits.numpy()
+    with np.errstate(over="ignore"):
+        masses: NDArray[np.float32] = values - values.max()
+        masses /= max(divisor, _MIN_DIVISOR)
+    np.exp(masses, out=masses)
+    return masses
 
 
 class _History:
@@ -406,34 +425,61 @@ class Sampler:
         Returns:
             The ids that are left, ascending, [kept], or None for all; and their logits, [kept].
         """
-        params, ids = self.params, None
+        params, ids, log_total = self.params, None, None
         if params.top_k is not None:  # before the temperature, which does not change the order
             ids = _largest(scores, params.top_k)
+        elif params.top_p is not None:
+            ids, log_total = _nucleus(scores, params.temperature, params.top_p)
+        if ids is not None:
             scores = scores[ids]
         scores = temperature(scores, params.temperature)
         if params.top_p is not None:
-            log_total = _log_total(scores)
-            if ids is None:
-                head = _largest(scores, _HEAD)
-                if float((_log_total(scores[head]) - log_total).exp()) >= params.top_p:
-                    ids, scores = head, scores[head]
             scores = top_p(scores, params.top_p, log_total)
         if params.min_p is not None:
             scores = min_p(scores, params.min_p)
         return ids, scores
 
 
+def _nucleus(scores: Tensor, temperature: float, p: float) -> tuple[Tensor | None, Tensor]:
+    """Return ids that surely have the probability `p`, each likelier than all others.
+
+    Args:
+        scores: [vocab].
+        temperature: As of `temperature`.
+        p: As of `top_p`.
+
+    Returns:
+        The ids, ascending, [few], or None if it takes about all of them; and the log of the total
+        mass after temperature, [1], fp64.
+    """
+    import numpy as np
+    import torch
+
+    masses = _masses(scores, temperature)
+    total = masses.sum(dtype=np.float64)
+    log_total = torch.tensor([math.log(total)], dtype=torch.float64)
+    for reach in _REACHES:
+        ids = (masses >= math.exp(-reach)).nonzero()[0]
+        if masses[ids].sum(dtype=np.float64) > (p + _ROUNDING) * total:
+            return torch.from_numpy(ids), log_total
+    return None, log_total
+
+
 def _largest(scores: Tensor, k: int) -> Tensor:
     """Return the ids of the tokens that `top_k` keeps, ascending: [vocab] to [kept]."""
-    values, ids = scores.topk(min(k + 1, scores.shape[0]))
-    if values.shape[0] > k and values[k] == values[k - 1]:  # ties: topk left some of them out
-        return (scores >= values[k]).nonzero().squeeze(-1)
-    return ids[:k].sort().values
+    import torch
+
+    values = scores.numpy()
+    ids = torch.from_numpy((values >= values.max() - _REACHES[0]).nonzero()[0])
+    if len(ids) < k:
+        ids = torch.arange(len(values))
+    kept = scores[ids]
+    return ids[kept >= kept.topk(min(k, len(ids))).values[-1]]
 
 
 def _require_finite_peak(scores: Tensor, what: str) -> None:
     """Raise NumericsError unless the maximum is a number: it is NaN if any value is."""
-    peak = float(scores.max())
+    peak = float(scores.numpy().max())  # as with `_masses`
     if not math.isfinite(peak):
         problem = "are all -inf" if peak == _NEG_INF else f"contain {peak}"
         raise NumericsError(f"{what} {problem}; there is no token to choose")

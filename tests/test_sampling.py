@@ -281,6 +281,9 @@ def test_sampler_is_its_filters_in_order(
     for name, value in filters.items():
         expected = expected if value is None else getattr(sampling, name)(expected, value)
     sampler = Sampler(params(temperature=temperature, seed=seed, **filters), vocab_size=None)
+    ids, kept = sampler._filter(logits)
+    left = kept if ids is None else torch.full_like(logits, -INF).scatter(0, ids, kept)
+    assert torch.equal(left, expected)
     uniform = torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     assert sampler.sample(logits, []) == sampling.draw(expected, float(uniform))
 

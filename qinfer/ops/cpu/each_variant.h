@@ -30,6 +30,7 @@ END_VARIANT
 #define IF_AVX_VNNI(name)
 #endif
 
+#ifdef HAVE_AVX512_VNNI
 #define DOT_PAIRS _mm256_dpwssd_epi32
 BEGIN_VARIANT("avx2,fma,f16c,avx512vl,avx512bw,avx512dq,avx512vnni")
 #define VARIANT(name) name##_avx512_vnni
@@ -38,12 +39,14 @@ BEGIN_VARIANT("avx2,fma,f16c,avx512vl,avx512bw,avx512dq,avx512vnni")
 #undef VARIANT
 END_VARIANT
 #undef DOT_PAIRS
+#define IF_AVX512_VNNI(name) variant() == AVX512_VNNI ? name##_avx512_vnni:
+#else
+#define IF_AVX512_VNNI(name)
+#endif
 
 #undef VARIANT_IS_AVX2
 #define CHOOSE(name)                                                                               \
-    (variant() == AVX512_VNNI                                                                      \
-         ? name##_avx512_vnni                                                                      \
-         : IF_AVX_VNNI(name) variant() == AVX2 ? name##_avx2 : name##_plain)
+    (IF_AVX512_VNNI(name) IF_AVX_VNNI(name) variant() == AVX2 ? name##_avx2 : name##_plain)
 #else
 #define CHOOSE(name) name##_plain
 #endif

@@ -11,8 +11,11 @@
 #if defined(__GNUC__) && defined(__x86_64__) && !defined(QINFER_PLAIN) /* to test without */
 #include <immintrin.h>
 #define HAVE_X86_VARIANTS 1
+#ifndef QINFER_AVX2 /* to test without newer ones */
+#define HAVE_AVX512_VNNI 1
 #if (defined(__clang__) && __clang_major__ >= 20) || (!defined(__clang__) && __GNUC__ >= 11)
 #define HAVE_AVX_VNNI 1 /* older compilers do not know it, or not how to ask for it */
+#endif
 #endif
 #elif defined(__aarch64__) && !defined(QINFER_PLAIN)
 #include <arm_neon.h>
@@ -57,9 +60,11 @@ static inline int variant(void)
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
         !__builtin_cpu_supports("f16c"))
         return PLAIN;
+#ifdef HAVE_AVX512_VNNI
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
         return AVX512_VNNI;
+#endif
 #ifdef HAVE_AVX_VNNI
     if (__builtin_cpu_supports("avxvnni"))
         return AVX_VNNI;

@@ -265,11 +265,14 @@ static void attend_span(const work *w, const query *p, const state *t, int64_t s
     tile b;
     const int64_t oldest = c->cache->window ? larger(0, p->first - c->cache->window + 1) : 0;
     const int64_t end = smaller((span + 1) * SPAN, p->own + BLOCK);
-    if (w->padded > w->head_dim)
-        memset(values, 0, (size_t)(BLOCK * w->padded) * sizeof *values);
-    memset(s->mixed, 0, (size_t)sums_size(t->rows, w->padded) * sizeof(float));
     for (int64_t r = 0; r < t->rows; r++)
         s->most[r] = -INFINITY;
+    if (span && span * SPAN >= c->cache->sinks && end <= oldest)
+        return; /* what nobody sees is not joined */
+    memset(s->mixed, 0, (size_t)(t->rows * w->padded) * sizeof *s->mixed);
+    memset(s->total, 0, (size_t)(t->rows * 8) * sizeof *s->total);
+    if (w->padded > w->head_dim)
+        memset(values, 0, (size_t)(BLOCK * w->padded) * sizeof *values);
     for (int64_t first = span * SPAN; first < end; first += BLOCK) {
         if (first >= c->cache->sinks && first + BLOCK <= oldest)
             continue;

@@ -32,7 +32,7 @@ environment() {
   wanted=$(cat pyproject.toml scripts/constraints.txt qinfer/ops/cpu/*.[ch] | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing into .venv (once) ..." >&2
-    local pip=".venv/bin/python -m pip --disable-pip-version-check install -q -c scripts/constraints.txt"
+    local pip=".venv/bin/python -m pip --disable-pip-version-check install -q --no-compile -c scripts/constraints.txt"
     # torch first and by itself, so that nothing pulls in a larger build of it
     $pip torch==2.13.0 && $pip -e ".$extra" || return 1
     echo "$wanted" >"$stamp"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import (
@@ -272,6 +272,7 @@ def test_any_float_dtype(dtype: torch.dtype) -> None:
     top_p=st.none() | probabilities | st.sampled_from([0.99, 0.999, 0.99999]),
     min_p=st.none() | st.floats(0.001, 0.5),
 )
+@example(seed=3, scale=4.0, ties=True, temperature=1.0, top_k=None, top_p=0.99999, min_p=None)
 def test_sampler_is_its_filters_in_order(
     seed: int, scale: float, *, ties: bool, temperature: float, **filters: float | None
 ) -> None:

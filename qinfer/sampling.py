@@ -4,8 +4,9 @@ Here live the parameters and how they are resolved, one pure function per filter
 that applies them to one sequence. Nothing here knows text, stop conditions or other sequences.
 Adding a filter means editing only this file; importing it does not load torch.
 
-Filters take and return fp32 logits, of which each row must have a finite value; removed tokens are
--inf. The penalties work on one sequence, `[vocab]`; the others on any leading axes, `[..., vocab]`.
+Filters take and return fp32 logits on the CPU, of which each row must have a finite value; removed
+tokens are -inf. The penalties work on one sequence, `[vocab]`; the others on any leading axes,
+`[..., vocab]`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _NEG_INF = float("-inf")
 _MIN_DIVISOR = 1e-30  # representable in fp32; far below any difference between two logits
-_REACHES = (6, 8, 10, 12, 16, 24)  # below the peak, to look for a nucleus before all are sorted
+_REACHES = (6, 8, 10, 12, 16, 24)  # how far below the peak to look before all are sorted
 _ROUNDING = 1e-6  # of a sum of fp32 probabilities
 
 

@@ -17,7 +17,7 @@
 #include <stdlib.h>
 
 enum { BLOCK = 32, SPAN = 8 * BLOCK, MAX_HEAD_DIM = 256, MAX_ROWS = 48, FEW_FLOATS = 1 << 15,
-       FEW_ROWS = 3, MANY_PASSES = 8 /* a thread */ };
+       FEW_ROWS = 3 /* that read what is stored in one go */, MANY_PASSES = 8 /* a thread */ };
 
 typedef struct {
     const attention *c;
@@ -52,8 +52,8 @@ static sums sums_in(float *memory, int64_t rows, int64_t padded)
     return (sums){.mixed = memory, .total = total, .most = total + rows * 8};
 }
 
-/* Some queries of one head group on their way through the blocks: row r is head r % group_heads of
- * token r / group_heads. */
+/* Some queries of one head group, times the scale: row r is head r % group_heads of token
+ * r / group_heads. */
 typedef struct {
     int64_t rows, first_position;
     float queries[MAX_ROWS * MAX_HEAD_DIM];
@@ -138,16 +138,17 @@ static int64_t block_at(const attention *c, int64_t segment, int64_t head, int64
     return c->segments->tables[group][segment * width + block] * c->kv_heads + head;
 }
 
+/* Where the block of a head is that block_at gave. */
+static char *stored_at(const side *s, int64_t at) { return (char *)s->data + at * BLOCK * s->head_dim * s->bits / 8; }
+
 /* Before attention: write tokens where blocks are stored as they are, quantize those that fill. */
 static void store_side(const attention *c, const side *s, int64_t segment, int64_t head)
 {
     const source from = source_of(c, s, segment, head);
-    const int64_t size = BLOCK * s->head_dim;
     for (int64_t first = from.start / BLOCK * BLOCK; first < from.end; first += BLOCK) {
         const int64_t at = block_at(c, segment, head, first / BLOCK), end = first + BLOCK;
         if (s->bits >= 16)
-            CHOOSE(write_rows)(s, &from, (char *)s->data + at * size * s->bits / 8, larger(first, from.start),
-                               smaller(end, from.end));
+            CHOOSE(write_rows)(s, &from, stored_at(s, at), larger(first, from.start), smaller(end, from.end));
         else if (end <= from.end)
             CHOOSE(seal)(s, &from, at, first);
     }
@@ -187,7 +188,7 @@ static void load_tile(const work *w, const query *p, int64_t first, int64_t rows
                       tile *b)
 {
     const cache *c = w->c->cache;
-    const int64_t at = block_at(w->c, p->segment, p->head, first / BLOCK), size = BLOCK * w->head_dim;
+    const int64_t at = block_at(w->c, p->segment, p->head, first / BLOCK);
     const int few = rows <= FEW_ROWS;
     *b = (tile){keys, values, 32, 32, first, first == p->own ? p->end - first : BLOCK, NULL, NULL};
     if (first == p->own && c->keys.bits < 16) {
@@ -196,9 +197,10 @@ static void load_tile(const work *w, const query *p, int64_t first, int64_t rows
     } else {
         if (few && c->keys.bits >= 8) {
             b->key_bits = c->keys.bits;
-            b->keys = (const char *)c->keys.data + at * size * c->keys.bits / 8;
-        } else
+            b->keys = stored_at(&c->keys, at);
+        } else {
             CHOOSE(load_keys)(&c->keys, at, w->head_dim, keys);
+        }
         b->key_scales = c->keys.bits == 8 ? c->keys.scale + at * BLOCK : NULL;
     }
     if (first == p->own && c->values.bits < 16) {
@@ -207,9 +209,10 @@ static void load_tile(const work *w, const query *p, int64_t first, int64_t rows
     } else {
         if (few && c->values.bits >= 8 && w->padded == w->head_dim) {
             b->value_bits = c->values.bits;
-            b->values = (const char *)c->values.data + at * size * c->values.bits / 8;
-        } else
+            b->values = stored_at(&c->values, at);
+        } else {
             CHOOSE(load_values)(&c->values, at, b->count, w->padded, values);
+        }
         b->value_scales = c->values.bits == 8 ? c->values.scale + at * BLOCK : NULL;
     }
 }
@@ -252,9 +255,8 @@ static void finish(const work *w, const query *p, const sums *s)
  * to foresee the next one. */
 static void prefetch_side(const side *s, int64_t at)
 {
-    const int64_t bytes = BLOCK * s->head_dim * s->bits / 8;
-    for (int64_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch((const char *)s->data + at * bytes + i);
+    for (const char *line = stored_at(s, at), *end = stored_at(s, at + 1); line < end; line += 64)
+        __builtin_prefetch(line);
 }
 
 /* The sums of one span for the queries of a state. */
@@ -271,7 +273,7 @@ static void attend_span(const work *w, const query *p, const state *t, int64_t s
         return; /* what nobody sees is not joined */
     memset(s->mixed, 0, (size_t)(t->rows * w->padded) * sizeof *s->mixed);
     memset(s->total, 0, (size_t)(t->rows * 8) * sizeof *s->total);
-    if (w->padded > w->head_dim)
+    if (w->padded > w->head_dim) /* the channels that pad */
         memset(values, 0, (size_t)(BLOCK * w->padded) * sizeof *values);
     for (int64_t first = span * SPAN; first < end; first += BLOCK) {
         if (first >= c->cache->sinks && first + BLOCK <= oldest)

@@ -369,13 +369,33 @@ class Sampler:
         self.vocab_size = vocab_size
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         self._generator = torch.Generator().manual_seed(self.seed)
+        self._uniforms: list[float] = []  # drawn from it, and not used yet
         self._history = _History(params.no_repeat_ngram_size)
 
     @property
     def is_greedy(self) -> bool:
         """Whether it takes the likeliest token, whatever came before."""
-        p = self.params
-        return (p.temperature, p.repetition_penalty, p.no_repeat_ngram_size) == (0, None, None)
+        return self.is_memoryless and self.params.temperature == 0
+
+    @property
+    def is_memoryless(self) -> bool:
+        """Whether a choice depends on nothing but the logits and the next of `upcoming`."""
+        return (self.params.repetition_penalty, self.params.no_repeat_ngram_size) == (None, None)
+
+    def upcoming(self, count: int) -> list[float]:
+        """The numbers in [0, 1) that the next draws will take, for who draws in its place."""
+        import torch
+
+        if (missing := count - len(self._uniforms)) > 0:
+            fresh = torch.rand(missing, dtype=torch.float64, generator=self._generator)
+            self._uniforms += fresh.tolist()
+        return self._uniforms[:count]
+
+    def take(self) -> float:
+        """Use up the next of `upcoming`: a token is drawn with it."""
+        (uniform,) = self.upcoming(1)
+        del self._uniforms[0]
+        return uniform
 
     def sample(self, logits: Tensor, token_ids: Sequence[int]) -> int:
         """Choose the next token: penalties, temperature, top-k, top-p, min-p, draw.
@@ -405,8 +425,7 @@ class Sampler:
                 _require_finite_peak(scores, "the model's logits")
             return token
         ids, scores = self._filter(scores)
-        uniform = float(torch.rand((), dtype=torch.float64, generator=self._generator))
-        index = draw(scores, uniform)
+        index = draw(scores, self.take())
         return index if ids is None else int(ids[index])
 
     def _penalize(self, scores: Tensor, token_ids: Sequence[int]) -> Tensor:

@@ -1,5 +1,7 @@
 """Whole models over the kernels for GPUs: interpreted, and on a device if there is one."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -34,7 +36,11 @@ def reference_ops():
 
 
 def generate(engine, prompts, new_tokens):
-    sequences = [engine.add(prompt, GREEDY, new_tokens) for prompt in prompts]
+    """Of every second prompt the tokens are drawn."""
+    ways = itertools.cycle([GREEDY, SamplingParams(temperature=1.0, top_p=0.9, seed=1)])
+    sequences = [
+        engine.add(prompt, way, new_tokens) for prompt, way in zip(prompts, ways, strict=False)
+    ]
     while engine.stats.running or engine.stats.waiting:
         engine.step()
     assert all(sequence.error is None for sequence in sequences)

@@ -472,3 +472,34 @@ def test_invalid_explicit_values_are_the_users() -> None:
 def test_importing_does_not_load_torch() -> None:
     code = "import qinfer.sampling, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_numbers_ahead_are_those_that_are_drawn_with() -> None:
+    """Whoever draws in the sampler's place gets what it would take, in any portions."""
+    ahead, drawing = (Sampler(OFF, vocab_size=None) for _ in range(2))
+    numbers = ahead.upcoming(3)
+    assert ahead.upcoming(40)[:3] == numbers
+    assert ahead.upcoming(2) == numbers[:2]
+    logits = random_logits(50, seed=4)
+    for uniform in ahead.upcoming(40):
+        assert sampling.draw(sampling.temperature(logits, 1.0), uniform) == drawing.sample(
+            logits, []
+        )
+        assert ahead.take() == uniform
+    assert ahead.upcoming(1) == drawing.upcoming(1)
+
+
+@pytest.mark.parametrize(
+    ("params", "is_memoryless", "is_greedy"),
+    [
+        (OFF, True, False),
+        (SamplingParams(temperature=0), True, True),
+        (SamplingParams(temperature=0, repetition_penalty=1.1), False, False),
+        (SamplingParams(no_repeat_ngram_size=3), False, False),
+    ],
+)
+def test_who_looks_back_is_not_memoryless(
+    params: SamplingParams, is_memoryless: bool, is_greedy: bool
+) -> None:
+    sampler = Sampler(params, vocab_size=None)
+    assert (sampler.is_memoryless, sampler.is_greedy) == (is_memoryless, is_greedy)

@@ -1,7 +1,8 @@
 """Decoding steps of fixed shape over fixed buffers: one launch on a GPU, one call on a CPU.
 
-On a GPU a step takes its tokens from buffers and leaves the likeliest next ones there, so that the
-next step of the same sequences can be launched before the host has read what came of this one.
+On a GPU a step takes its tokens from buffers and leaves the next ones there, drawn with the numbers
+of the sequences' own generators, so that the next step of the same sequences can be launched before
+the host has read what came of this one. The host chooses where it takes more than the logits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from qinfer.cache.paged import PagedCache
 from qinfer.engine.sequence import Sequence
 from qinfer.models.decoder import Decoder
 from qinfer.ops.block import Rotation, StepTensors
+from qinfer.ops.draws import COLUMNS, UNIFORMS, Draws
 from qinfer.ops.paged import Batch
 from qinfer.quant.kv import BLOCK_TOKENS
+from qinfer.sampling import Sampler
 
 _LEAST_WIDTH = 64  # of a block table: 2,048 tokens
 
@@ -49,16 +52,19 @@ class Flight:
             for a, b, position in zip(self.sequences, sequences, self.positions, strict=True)
         )
 
-    def greedy(self) -> list[int | None]:
-        """Per sequence the likeliest token, None where a logit was not finite; waits for it."""
+    def tokens(self) -> list[int | None]:
+        """Per sequence what was chosen, None where a logit was not finite; waits for it.
+
+        It means nothing for sequences that `Decoding.chooses_for` excludes.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens, broken = self._results[:, : len(self.sequences)].tolist()
         return [None if bad else token for token, bad in zip(tokens, broken, strict=True)]
 
-    def logits(self) -> Tensor:
-        """fp32 [sequences, vocab] on the CPU, if no other step has been launched since."""
-        return self._step.logits[: len(self.sequences)].cpu()
+    def logits(self, rows: list[int]) -> Tensor:
+        """fp32 [rows, vocab] on the CPU, if no other step has been launched since."""
+        return self._step.logits[rows].cpu()
 
 
 class Decoding:
@@ -90,7 +96,7 @@ class Decoding:
         self._cache = cache
         self.vocab_size = vocab_size
         self._positions = positions
-        self._steps: dict[tuple[int, ...], _FixedStep] = {}
+        self._steps: dict[_Shape, _FixedStep] = {}
         self._rotary: Rotation = None  # as the steps know it
         self._pool: Any = None  # of memory, that all graphs share
 
@@ -109,6 +115,11 @@ class Decoding:
             return None
         return cls(decoder, cache, vocab_size=vocab_size, positions=positions, graphs=graphs)
 
+    def chooses_for(self, sequence: Sequence) -> bool:
+        """Whether steps choose its next token; else the host does."""
+        sampler = sequence.sampler
+        return sampler.is_memoryless if self._queues else sampler.is_greedy
+
     def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
         """Run the next token of each of these sequences, whose blocks have room for it."""
         positions = [s.computed_tokens for s in sequences]
@@ -118,18 +129,24 @@ class Decoding:
             for s, p in zip(sequences, positions, strict=True)
         ]
         lengths = [max(map(len, tables)) for tables in zip(*(row[3] for row in rows), strict=True)]
+        widths = tuple(max(_power(n), _LEAST_WIDTH) for n in lengths)
+        drawn = self._queues and any(
+            self.chooses_for(s) and not s.sampler.is_greedy for s in sequences
+        )
         size = _power(len(rows)) if self._queues else len(rows)
-        key = (size, *(max(_power(n), _LEAST_WIDTH) for n in lengths))
+        key = _Shape(size, widths, drawn)
         step = self._steps.get(key)
         if step is None:
             if not self._queues:
                 self._steps.clear()  # making one takes less than a token
             step = self._steps[key] = self._new_step(key)
         step.load(rows)
+        if drawn:
+            step.load_draws([s.sampler if self.chooses_for(s) else None for s in sequences])
         return self._fly(step, list(sequences), positions)
 
     def launch_ahead(self, flight: Flight) -> Flight | None:
-        """Launch the step behind one that is being computed, on the likeliest tokens of that.
+        """Launch the step behind one that is being computed, on the tokens that it chooses.
 
         Only what lies in the same blocks can be, and only with embeddings on the device.
         """
@@ -159,12 +176,12 @@ class Decoding:
             self._rotary = tables
             self._steps.clear()
 
-    def _step_of(self, key: tuple[int, ...]) -> _FixedStep:
+    def _step_of(self, key: _Shape) -> _FixedStep:
         return _FixedStep(
             self._decoder, self._cache, key, vocab_size=self.vocab_size, rotary=self._rotary
         )
 
-    def _new_step(self, key: tuple[int, ...]) -> _FixedStep:
+    def _new_step(self, key: _Shape) -> _FixedStep:
         step = self._step_of(key)
         if not self.graphs:
             return step
@@ -181,8 +198,22 @@ class Decoding:
         return step
 
 
+class _Shape(NamedTuple):
+    """What is fixed of a step.
+
+    Attributes:
+        size: Sequences.
+        widths: Of the block tables, per group of layers.
+        drawn: Whether some tokens are drawn; else it takes the likeliest.
+    """
+
+    size: int
+    widths: tuple[int, ...]
+    drawn: bool
+
+
 class _FixedStep:
-    """A step of so many sequences, with block tables so wide.
+    """A step of some shape.
 
     Attributes:
         logits: fp32 [size, vocab] of the last launch.
@@ -192,16 +223,15 @@ class _FixedStep:
         self,
         decoder: Decoder,
         cache: PagedCache,
-        key: tuple[int, ...],
+        shape: _Shape,
         *,
         vocab_size: int,
         rotary: Rotation,
     ) -> None:
-        """`key` is the number of sequences and, per group of layers, the width of the tables."""
         self._decoder = decoder
         self._cache = cache
         self._vocab_size = vocab_size
-        self._size, *self._widths = key
+        self._size, self._widths, drawn = shape
         device = decoder.ops.device
         self._on_gpu = on_gpu = device.type == "cuda"
         count = self._size * (1 + sum(self._widths))
@@ -223,10 +253,16 @@ class _FixedStep:
             last_position=0,
             longest=1,
         )
+        self._host_draws = torch.zeros(
+            self._size if drawn else 0, COLUMNS, dtype=torch.float64, pin_memory=on_gpu
+        )
+        self._draws: Draws | None = None
+        if drawn:
+            self._draws = Draws(self._host_draws.to(device), self._batch.positions)
         self._x: Tensor | None = None
         if not decoder.embeds_on_device:
-            shape = self._size, decoder.config.hidden_size
-            self._x = torch.zeros(shape, dtype=decoder.ops.dtype, device=device)
+            size = self._size, decoder.config.hidden_size
+            self._x = torch.zeros(size, dtype=decoder.ops.dtype, device=device)
         self._results = torch.zeros(2, self._size, dtype=torch.int64, device=device)
         self._pinned_results = itertools.cycle(
             torch.zeros(2, self._size, dtype=torch.int64, pin_memory=True)
@@ -273,6 +309,26 @@ class _FixedStep:
             self._longs.copy_(self._host_longs, non_blocking=True)
             self._ints.copy_(self._host_ints, non_blocking=True)
 
+    def load_draws(self, samplers: SequenceOf[Sampler | None]) -> None:
+        """Behind `load`: set how the sequences' next tokens are drawn, and with which numbers.
+
+        Those up to the end of each sequence's block, as far as steps run ahead. None takes the
+        likeliest.
+        """
+        if self._draws is None:
+            raise RuntimeError("this step draws nothing")
+        table, (_, positions) = self._host_draws.numpy(), self._ids_and_positions
+        table[:, 0] = 0
+        for row, position, sampler in zip(
+            table, positions.tolist(), samplers, strict=False
+        ):  # and padding
+            if sampler is None or sampler.is_greedy:
+                continue
+            p, first = sampler.params, COLUMNS - UNIFORMS + position % UNIFORMS
+            row[:4] = self._draws.row(p.temperature, p.top_k, p.top_p, p.min_p)
+            row[first:] = sampler.upcoming(COLUMNS - first)
+        self._draws.table.copy_(self._host_draws, non_blocking=True)
+
     def launch(self) -> tuple[NDArray[np.int64], torch.cuda.Event | None]:
         """Start it; the results, [2, size], are on the host once the event has happened."""
         if self._whole is not None:
@@ -315,7 +371,10 @@ class _FixedStep:
         x = decoder.embed(batch.ids, batch.positions) if x is None else x.clone()
         hidden = decoder.run(x, batch, self._cache.layers)
         self.logits = decoder.logits(hidden)
-        tokens, broken = decoder.ops.greedy(self.logits, self._vocab_size)
+        if self._draws is None:
+            tokens, broken = decoder.ops.greedy(self.logits, self._vocab_size)
+        else:
+            tokens, broken = decoder.ops.draw(self.logits, self._vocab_size, self._draws)
         self._results[0].copy_(tokens)
         self._results[1].copy_(broken)
         self._batch.ids.copy_(tokens)

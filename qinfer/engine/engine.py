@@ -204,7 +204,7 @@ class Engine:
     def _decode(self, decoding: Decoding, chunks: SequenceOf[Chunk]) -> list[Sequence]:
         """Run one token of each sequence, launched in the step before if that could foresee it."""
         sequences = [chunk.sequence for chunk in chunks]
-        greedy = all(sequence.sampler.is_greedy for sequence in sequences)
+        on_host = [i for i, s in enumerate(sequences) if not decoding.chooses_for(s)]
         flight, self._ahead = self._ahead, None
         if flight is None or not flight.is_of(sequences) or any(c.copies for c in chunks):
             for chunk in chunks:
@@ -212,19 +212,25 @@ class Engine:
             flight = decoding.launch(sequences)
         for sequence in sequences:
             self._store(sequence, sequence.computed_tokens + 1)
-        if greedy and self._foresees(sequences):
+        if not on_host and self._foresees(sequences):
             self._ahead = decoding.launch_ahead(flight)
-        if not greedy:
-            with self.decoder.ops.forward_pass(len(sequences)):
-                for sequence, logits in zip(sequences, flight.logits(), strict=True):
-                    self._sample(sequence, logits)
-            return sequences
-        for sequence, token in zip(sequences, flight.greedy(), strict=True):
-            if token is None:
-                self._fail(sequence, self._blame(sequence))
-            else:
-                self._append(sequence, token)
+        if on_host:
+            with self.decoder.ops.forward_pass(len(on_host)):
+                for i, logits in zip(on_host, flight.logits(on_host), strict=True):
+                    self._sample(sequences[i], logits)
+        for i, token in enumerate(flight.tokens()):
+            if i not in on_host:
+                self._accept(sequences[i], token)
         return sequences
+
+    def _accept(self, sequence: Sequence, token: int | None) -> None:
+        """Take what a step chose; None if there was nothing to choose from."""
+        if token is None:
+            self._fail(sequence, self._blame(sequence))
+            return
+        if not sequence.sampler.is_greedy:
+            sequence.sampler.take()
+        self._append(sequence, token)
 
     def _foresees(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the same sequences will probably run in the next step."""

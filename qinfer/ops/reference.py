@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from qinfer.ops.attention import paged_attention
 from qinfer.ops.block import BlockParameters, Norm, Projection, WholeBlocks, WholeStep
+from qinfer.ops.draws import Draws, draw_tokens
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.weights import Weight
 
@@ -256,6 +257,12 @@ class ReferenceOps:
         """
         peak, token = logits[:, :vocab_size].max(-1)
         return token, ~peak.isfinite()
+
+    def draw(self, logits: Tensor, vocab_size: int, draws: Draws) -> tuple[Tensor, Tensor]:
+        """`greedy`, but with tokens drawn where a temperature is above 0."""
+        token, broken = self.greedy(logits, vocab_size)
+        drawn = draw_tokens(logits[:, :vocab_size], draws)
+        return token.where((draws.table[:, 0] == 0) | broken, drawn), broken
 
     def _by_token(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply a function that treats tokens alike, each by itself if that is asked for."""

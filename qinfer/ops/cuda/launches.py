@@ -19,6 +19,7 @@ TYPES = {
     torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float64: "fp64",
 }
 
 

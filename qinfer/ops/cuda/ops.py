@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qinfer.ops.block import BlockParameters, Norm, Projection, WholeBlocks
-from qinfer.ops.cuda import attention, bnb, linear, rows
+from qinfer.ops.cuda import attention, bnb, choice, linear, rows
 from qinfer.ops.cuda.blocks import FusedBlocks
+from qinfer.ops.draws import Draws
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.weights import AffineWeight, DenseWeight, Weight
@@ -143,4 +144,8 @@ class CUDAOps(ReferenceOps):
 
     def greedy(self, logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
         """See `ReferenceOps.greedy`."""
-        return rows.argmax_or_nan(logits, vocab_size)
+        return choice.argmax_or_nan(logits, vocab_size)
+
+    def draw(self, logits: Tensor, vocab_size: int, draws: Draws) -> tuple[Tensor, Tensor]:
+        """See `ReferenceOps.draw`."""
+        return choice.draw_or_nan(logits, draws, vocab_size)

@@ -1,8 +1,9 @@
-"""Kernels whose programs take rows: norms, activations, and the most likely token.
+"""Kernels whose programs take rows: norms and activations.
 
 All arithmetic is fp32, and a row's result does not depend on which rows are computed with it. A
 call launches the same programs whenever its arguments have the same shapes, and never waits for the
-device, so that all of it can be captured in a CUDA graph. Products and attention are elsewhere.
+device, so that all of it can be captured in a CUDA graph. Products, attention and the choice of
+tokens are elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ LARGEST_ROW = 2**14
 _ELEMENTS_PER_WARP = 512  # 16 in each thread: four loads of 128 bits in fp32, two in 16 bits
 _MAX_WARPS = 16
 _ACTIVATION_BLOCK = 1024
-_VOCABULARY_BLOCK = 1024
 
 
 def add_norm(x: Tensor, delta: Tensor | None, norm: Norm, *, dtype: torch.dtype) -> Tensor:
@@ -102,50 +102,6 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch_activation(_in_two_axes(gate), _in_two_axes(up), kind, y)
     return y
-
-
-def argmax_or_nan(logits: Tensor, vocab_size: int | None = None) -> tuple[Tensor, Tensor]:
-    """The most likely token of each row, the first of equals, and whether there is none.
-
-    Args:
-        logits: fp32 [sequences, columns]; rows may be apart.
-        vocab_size: Only this many columns count, at least 1; None is all.
-
-    Returns:
-        int64 [sequences]: token ids, below `vocab_size` also where there is none; and
-        bool [sequences]: whether a logit is NaN or +inf, or all are -inf.
-
-    Raises:
-        ValueError: `logits` is not as described, or no column counts.
-    """
-    if logits.dtype != torch.float32 or logits.dim() != 2 or not _lies_in_rows(logits):
-        raise ValueError(
-            f"logits must be fp32 [sequences, columns] in rows, got {logits.dtype} "
-            f"{list(logits.shape)}"
-        )
-    sequences, columns = logits.shape
-    size = columns if vocab_size is None else min(vocab_size, columns)
-    if size < 1:
-        raise ValueError(f"no column counts: {columns} columns, vocab_size {vocab_size}")
-    blocks = triton.cdiv(size, _VOCABULARY_BLOCK)
-    peaks = torch.empty(sequences, blocks, dtype=torch.float32, device=logits.device)
-    firsts = torch.empty(sequences, blocks, dtype=torch.int32, device=logits.device)
-    ids = torch.empty(sequences, dtype=torch.int64, device=logits.device)
-    flags = torch.empty(sequences, dtype=torch.int8, device=logits.device)
-    _argmax_blocks_kernel[(sequences, blocks)](
-        logits,
-        peaks,
-        firsts,
-        logits.stride(0),
-        size,
-        BLOCK=_VOCABULARY_BLOCK,
-        num_warps=_warps(_VOCABULARY_BLOCK),
-    )
-    count = triton.next_power_of_2(blocks)
-    _argmax_reduce_kernel[(sequences,)](
-        peaks, firsts, ids, flags, blocks, BLOCKS=count, num_warps=_warps(count)
-    )
-    return ids, flags.view(torch.bool)
 
 
 def _launch_norm(x: Tensor, delta: Tensor | None, norm: Norm, y: Tensor) -> None:
@@ -295,51 +251,6 @@ def _activate(x, KIND: tl.constexpr):
     return y
 
 
-@triton.jit
-def _argmax_blocks_kernel(
-    logits,  # fp32 [sequences, columns]
-    peaks,  # fp32 [sequences, blocks]
-    firsts,  # int32 [sequences, blocks]
-    stride,
-    size,
-    BLOCK: tl.constexpr,
-):
-    """Program (i, j): maximum of block j of row i, +inf if any is NaN, and where it is first."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + row * stride + column, mask=column < size, other=float("-inf"))
-    values = tl.where(values != values, float("inf"), values)
-    peak = tl.max(values, 0)
-    first = tl.min(tl.where(values == peak, column, 0x7FFFFFFF), 0)
-    place = row * tl.num_programs(1) + block
-    tl.store(peaks + place, peak)
-    tl.store(firsts + place, first)
-
-
-@triton.jit
-def _argmax_reduce_kernel(
-    peaks,  # fp32 [sequences, blocks]
-    firsts,  # int32 [sequences, blocks]
-    ids,  # int64 [sequences]
-    flags,  # int8 [sequences]
-    blocks,
-    BLOCKS: tl.constexpr,
-):
-    """Program i: the first maximum of row i, and whether that is infinite."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    place = row * blocks + block
-    values = tl.load(peaks + place, mask=block < blocks, other=float("-inf"))
-    # a block that does not exist comes after those that do, also if all are -inf
-    first = tl.load(firsts + place, mask=block < blocks, other=0x7FFFFFFF)
-    peak = tl.max(values, 0)
-    best = tl.min(tl.where(values == peak, first, 0x7FFFFFFF), 0)
-    infinite = (peak == float("inf")) | (peak == float("-inf"))
-    tl.store(ids + row, best.to(tl.int64))
-    tl.store(flags + row, infinite.to(tl.int8))
-
-
 def compilations() -> list[Compilation]:
     """The cases of a decoding step, and those that need the most registers."""
     return [
@@ -348,38 +259,6 @@ def compilations() -> list[Compilation]:
         _norm_compilation("norm, heads of 128, bf16", 128, x="*bf16", y="*bf16", inner="i32"),
         _activation_compilation("activation, gated silu, bf16", "silu", "*bf16", gated=True),
         _activation_compilation("activation, gelu, fp16", "gelu", "*fp16", gated=False),
-        Compilation(
-            name="argmax, blocks",
-            kernel=_argmax_blocks_kernel,
-            signature={
-                "logits": "*fp32",
-                "peaks": "*fp32",
-                "firsts": "*i32",
-                "stride": "i32",
-                "size": "i32",
-                "BLOCK": "constexpr",
-            },
-            constants={"BLOCK": _VOCABULARY_BLOCK},
-            aligned=("logits", "peaks", "firsts", "stride", "size"),
-            num_warps=_warps(_VOCABULARY_BLOCK),
-            num_stages=3,
-        ),
-        Compilation(
-            name="argmax, of 256 blocks",
-            kernel=_argmax_reduce_kernel,
-            signature={
-                "peaks": "*fp32",
-                "firsts": "*i32",
-                "ids": "*i64",
-                "flags": "*i8",
-                "blocks": "i32",
-                "BLOCKS": "constexpr",
-            },
-            constants={"BLOCKS": 256},
-            aligned=("peaks", "firsts", "ids", "flags"),
-            num_warps=_warps(256),
-            num_stages=3,
-        ),
     ]
 
 

@@ -1,0 +1,244 @@
+"""The kernels that choose tokens and the reference: interpreted, or on a GPU if there is one."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from qinfer.ops.draws import COLUMNS, UNIFORMS, Draws
+from qinfer.ops.reference import ReferenceOps
+from qinfer.sampling import Sampler, SamplingParams
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from qinfer.ops.cuda import choice
+
+# Numbers that are none are part of the tests; numpy, which computes for the interpreter, warns.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SEEDS = st.integers(0, 2**31)
+UNIFORM = st.floats(0, 1, exclude_max=True)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"],
+)
+def device(request):
+    """A GPU if there is one; else a CPU, where kernels are interpreted."""
+    return torch.device(request.param)
+
+
+def randn(*shape, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * 3).to(device)
+
+
+@settings(deadline=None, max_examples=21)
+@given(
+    sequences=st.integers(0, 4),
+    columns=st.integers(1, 5000),
+    padding=st.integers(0, 70),
+    spread=st.sampled_from([1, 30, 10**6]),
+    seed=SEEDS,
+)
+def test_argmax_is_the_first_of_equals(device, sequences, columns, padding, spread, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-spread, spread, (sequences, columns), generator=generator).float()
+    wide = torch.cat((logits, torch.full((sequences, padding), 1e9)), 1)
+    ids, flags = choice.argmax_or_nan(wide.to(device), columns)
+    assert ids.dtype == torch.int64
+    assert flags.dtype == torch.bool
+    assert ids.tolist() == logits.numpy().argmax(-1).tolist()
+    assert not flags.any()
+
+
+@settings(deadline=None, max_examples=21)
+@given(
+    columns=st.integers(1, 3000),
+    bad=st.sampled_from([float("nan"), float("inf")]),
+    place=st.floats(0, 1, exclude_max=True),
+    seed=SEEDS,
+)
+def test_a_number_that_is_none_marks_its_row_and_no_other(device, columns, bad, place, seed):
+    logits = randn(3, columns, seed=seed, device="cpu")
+    logits[1, int(place * columns)] = bad
+    ids, flags = choice.argmax_or_nan(logits.to(device))
+    assert flags.tolist() == [False, True, False]
+    assert ids.tolist() == logits.numpy().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("columns", [1, 5, 1024, 1025, 4000])
+def test_a_row_without_any_token_is_marked_and_its_id_is_within_the_vocabulary(device, columns):
+    logits = torch.full((2, columns + 3), float("-inf"), device=device)
+    logits[1, columns - 1] = -1e30
+    logits[0, columns:] = float("nan")  # padding, which does not count
+    ids, flags = choice.argmax_or_nan(logits, columns)
+    assert flags.tolist() == [True, False]
+    assert ids.tolist() == [0, columns - 1]
+
+
+def test_argmax_of_a_whole_vocabulary_in_rows_that_are_apart(device):
+    wide = randn(3, 131_000, seed=0, device=device)
+    ids, flags = choice.argmax_or_nan(wide[::2, :128_256], vocab_size=200_000)
+    assert ids.tolist() == np.argmax(wide[::2, :128_256].cpu().numpy(), -1).tolist()
+    assert not flags.any()
+
+
+def test_what_has_no_most_likely_token_is_an_error(device):
+    logits = randn(2, 8, seed=0, device=device)
+    for wrong, size in ((logits.half(), 8), (logits.t(), 8), (logits[0], 8), (logits, 0)):
+        with pytest.raises(ValueError, match=r"fp32|no column counts"):
+            choice.argmax_or_nan(wrong, size)
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-30, 0.1, 0.7, 1.0, 1.5, 100.0]),
+    top_k=st.none() | st.sampled_from([1, 2, 5, 40, 1000, 4000]),
+    top_p=st.none() | st.sampled_from([0.0, 0.01, 0.3, 0.9, 0.999, 1 - 2**-53]),
+    min_p=st.none() | st.sampled_from([1e-9, 0.02, 0.5, 1.0]),
+)
+
+
+def table_of(rows, positions):
+    """Of (params, uniform); all other numbers would be out of range, and so be noticed."""
+    table = torch.full((len(rows), COLUMNS), 7.0, dtype=torch.float64)
+    for i, (params, uniform) in enumerate(rows):
+        its = Draws.row(params.temperature, params.top_k, params.top_p, params.min_p)
+        table[i, :4] = torch.tensor(its, dtype=torch.float64)
+        table[i, 4 + positions[i] % UNIFORMS] = uniform
+    return table
+
+
+def draw(logits, rows, device, size=None, positions=None):
+    """Tokens and flags of the kernels, and of the reference."""
+    positions = positions or [37 * i for i in range(len(rows))]
+    draws = Draws(table_of(rows, positions), torch.tensor(positions))
+    expected = ReferenceOps(torch.device("cpu"), torch.float32).draw(
+        logits, size or logits.shape[1], draws
+    )
+    there = Draws(draws.table.to(device), draws.positions.to(device))
+    found = choice.draw_or_nan(logits.to(device), there, size)
+    return [x.tolist() for x in found], [x.tolist() for x in expected]
+
+
+# To shrink an example takes the interpreter many minutes.
+@settings(deadline=None, max_examples=25, phases=[Phase.explicit, Phase.generate])
+@given(
+    rows=st.lists(st.tuples(PARAMS, UNIFORM), min_size=1, max_size=3),
+    columns=st.integers(1, 3000),
+    padding=st.integers(0, 70),
+    steps=st.sampled_from([0.0, 0.5, 3.0]),
+    scale=st.sampled_from([0.01, 1.0, 5.0, 1000.0]),
+    seed=SEEDS,
+)
+def test_drawn_tokens_are_those_of_the_reference(
+    device, rows, columns, padding, steps, scale, seed
+):
+    logits = randn(len(rows), columns, seed=seed, device="cpu") * scale
+    if steps:
+        logits = (logits / steps).round() * steps  # many are equal
+    wide = torch.cat((logits, torch.full((len(rows), padding), 1e9)), 1)
+    found, expected = draw(wide, rows, device, columns)
+    assert found == expected
+    assert all(0 <= token < columns for token in found[0])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, top_p=None),
+        SamplingParams(temperature=1.5, top_p=0.95),
+        SamplingParams(temperature=1.0, top_p=None, min_p=0.05),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=50),
+        SamplingParams(temperature=1.0, top_p=None, top_k=30),
+    ],
+    ids=str,
+)
+def test_a_whole_vocabulary_is_drawn_from_as_the_host_does(device, params):
+    logits = randn(2, 12_100, seed=1, device="cpu")
+    samplers = [Sampler(params, vocab_size=12_000) for _ in logits]
+    rows = [(params, *sampler.upcoming(1)) for sampler in samplers]
+    (found, flags), (expected, _) = draw(logits, rows, device, 12_000)
+    assert found == expected
+    assert found == [sampler.sample(x, []) for sampler, x in zip(samplers, logits, strict=True)]
+    assert not any(flags)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(temperature=1.0, top_p=None), {0: 4, 1: 2, 2: 1, 3: 1}),
+        (SamplingParams(temperature=1.0, top_p=0.75), {0: 4, 1: 2}),
+        (SamplingParams(temperature=1.0, top_p=0.76), {0: 4, 1: 2, 2: 1}),
+        (SamplingParams(temperature=1.0, top_p=0.0), {0: 1}),
+        (SamplingParams(temperature=1.0, top_p=None, top_k=3), {0: 4, 1: 2, 2: 1, 3: 1}),
+        (SamplingParams(temperature=1.0, top_p=0.6, top_k=2), {0: 1}),
+        (SamplingParams(temperature=1.0, top_p=None, min_p=0.4), {0: 4, 1: 2}),
+        (SamplingParams(temperature=0.5, top_p=None), {0: 16, 1: 4, 2: 1, 3: 1}),
+    ],
+    ids=str,
+)
+def test_the_distribution_is_the_one_that_was_asked_for(device, params, kept):
+    """Uniform numbers in even steps give each token as often as its probability says."""
+    steps = sum(kept.values())
+    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0]]).log().expand(steps, 4).contiguous()
+    rows = [(params, (i + 0.5) / steps) for i in range(steps)]
+    (found, _), _ = draw(logits, rows, device)
+    assert Counter(found) == kept
+
+
+def test_a_number_that_is_none_spoils_its_row_alone(device):
+    logits = randn(5, 2500, seed=2, device="cpu")
+    logits[1, 2000], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf
+    rows = [(SamplingParams(temperature=1.0, top_k=5), 0.7)] * 4 + [(SamplingParams(), 0.2)]
+    (found, flags), (expected, _) = draw(logits, rows, device)
+    assert flags == [False, True, True, True, False]
+    assert found == expected
+
+
+def test_tokens_at_minus_infinity_are_never_drawn(device):
+    logits = torch.full((2, 3000), -math.inf)
+    logits[:, 1500] = -5.0
+    rows = [(SamplingParams(temperature=9.0, top_p=None), 0.0), (SamplingParams(top_k=7), 0.999)]
+    assert draw(logits, rows, device)[0] == [[1500, 1500], [False, False]]
+
+
+def test_each_position_takes_its_own_number(device):
+    logits = torch.zeros(1, 4)
+    table = table_of([(SamplingParams(temperature=1.0, top_p=None), 0.0)], [0])
+    table[0, 4:] = torch.arange(UNIFORMS) % 4 / 4 + 0.1
+    for position in (0, 1, 33, 62, 127):
+        draws = Draws(table.to(device), torch.tensor([position], device=device))
+        token, _ = choice.draw_or_nan(logits.to(device), draws)
+        assert token.tolist() == [position % 4]
+
+
+def test_draws_of_another_number_of_sequences_are_an_error(device):
+    draws = Draws(torch.zeros(2, COLUMNS, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="for 3 sequences"):
+        choice.draw_or_nan(torch.zeros(3, 8), draws)
+
+
+@pytest.mark.gpu
+def test_all_of_it_can_be_captured_in_a_graph():
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    device = torch.device("cuda")
+    rows = [(SamplingParams(), 0.3), (SamplingParams(temperature=0), 0.0)]
+    draws = Draws(table_of(rows, [0, 5]).to(device), torch.tensor([0, 5], device=device))
+    logits = randn(2, 5000, seed=0, device=device)
+    expected = choice.draw_or_nan(logits, draws)  # compiles, which a capture must not
+    inside, graph = torch.empty_like(logits), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = choice.draw_or_nan(inside, draws)
+    inside.copy_(logits)
+    graph.replay()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)

@@ -298,11 +298,13 @@ class Benchmark:
 
     Attributes:
         model: Opened; of its engine only the decoder is used.
+        params: How tokens are chosen; greedily unless it is set.
         weights_bytes: Of the weights that a step reads, in their form on disk.
     """
 
     def __init__(self, model: LanguageModel, *, seed: int = 0) -> None:
         self.model = model
+        self.params = _GREEDY
         self.weights_bytes = weights_bytes(Checkpoint(model.directory), model.config)
         self._draw = random.Random(seed)
 
@@ -396,7 +398,7 @@ class Benchmark:
         vocab_size = self.model.tokenizer.vocab_size
         first = self._draw.randrange(vocab_size)
         sequences = [  # neighbours differ, since of equal prompts one waits for the other
-            engine.add([*self._prefix(case, i), (first + i) % vocab_size], _GREEDY, None)
+            engine.add([*self._prefix(case, i), (first + i) % vocab_size], self.params, None)
             for i in range(case.batch)
         ]
         while any(sequence.is_unanswered for sequence in sequences):

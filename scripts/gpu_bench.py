@@ -24,7 +24,8 @@ The result is an object with:
                    tokens behind a prompt; reserved and allocated are torch's peaks
       speed        a `qinfer.benchmark.Result`: {case {phase, tokens, depth, batch, kv_format
                    {k_bits, v_bits}}, tokens_per_s {median, low, high}, latency_s {…}, flops_per_s,
-                   bytes_per_token, peak_memory_bytes}, and beside them {graphs, read_share}
+                   bytes_per_token, peak_memory_bytes}, and beside them {graphs, sampled,
+                   read_share}
       transformers what `gpu_transformers.measure` returns
     running        key of what is being measured, null at the end
     not_run        keys of what is still to be done: at the end, what the time did not suffice for
@@ -32,8 +33,9 @@ The result is an object with:
                    one that did not end counts as an error
     goals          [{goal, found, holds}] from `gpu_table.goals`; holds is null if not measured
 
-Keys are words: `8b int4 decode 64, depth 0, batch 1, kv 16`, with `, no graph` behind some;
-`8b int4 memory`, with ` again` behind it where a model was opened once more; `8b transformers`.
+Keys are words: `8b int4 decode 64, depth 0, batch 1, kv 16`, with `, no graph` or `, sampled`
+behind some; `8b int4 memory`, with ` again` behind it where a model was opened once more; `8b
+transformers`.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ from qinfer.checkpoint.safetensors import Checkpoint
 from qinfer.engine.memory import default_budget, peak_bytes
 from qinfer.generation import LanguageModel
 from qinfer.ops.bandwidth import read_bandwidth
-from qinfer.sampling import SamplingParams
+from qinfer.sampling import PRESETS, SamplingParams
 
 CASE_LIMIT_S = 60.0
 TRANSFORMERS_LIMIT_S = 100.0  # with its import
@@ -75,6 +77,7 @@ MEMORY_PROMPT_TOKENS = 1000
 MEMORY_NEW_TOKENS = 32
 MEMORY_CONTEXT_TOKENS = 4096
 TINY_CONTEXT_TOKENS = 512
+GREEDY = SamplingParams(temperature=0)
 
 
 class Runner:
@@ -223,7 +226,7 @@ class Runner:
     def _generate(self, model: LanguageModel, prompt_tokens: int) -> None:
         engine, draw = model.engine, random.Random(0)
         ids = draw.choices(range(model.tokenizer.vocab_size), k=prompt_tokens)
-        sequence = engine.add(ids, SamplingParams(temperature=0), MEMORY_NEW_TOKENS)
+        sequence = engine.add(ids, GREEDY, MEMORY_NEW_TOKENS)
         while sequence.finish_reason is None:
             engine.step()
         if sequence.error is not None:
@@ -232,10 +235,15 @@ class Runner:
     def _time(self, benchmark: Benchmark, test: Test) -> dict[str, Any]:
         model = benchmark.model
         model.device_options = dataclasses.replace(model.device_options, graphs=test.graphs)
+        benchmark.params = SamplingParams(**PRESETS["chat"]) if test.sampled else GREEDY
         repetitions = 1 if self.tiny else REPETITIONS
         (result,) = benchmark.run([test.case], repetitions=repetitions)
         read, limit = result.read_bytes_per_s, self.report.data["copy_bytes_per_s"]
-        beside = {"graphs": test.graphs, "read_share": None if read is None else read / limit}
+        beside = {
+            "graphs": test.graphs,
+            "sampled": test.sampled,
+            "read_share": None if read is None else read / limit,
+        }
         return {"speed": dataclasses.asdict(result) | beside}
 
 

@@ -16,15 +16,22 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """A case of `qinfer.benchmark`, and whether steps are captured as graphs."""
+    """A case of `qinfer.benchmark`.
+
+    Attributes:
+        case: What is measured.
+        graphs: Whether steps are captured as graphs.
+        sampled: Whether tokens are drawn, as the preset `chat` does; else greedy.
+    """
 
     case: Case
     graphs: bool = True
+    sampled: bool = False
 
     def __str__(self) -> str:
         its, bits = self.case, self.case.kv_format
         kv = str(bits.k_bits) if bits.k_bits == bits.v_bits else str(bits)
-        end = "" if self.graphs else ", no graph"
+        end = ("" if self.graphs else ", no graph") + (", sampled" if self.sampled else "")
         return f"{its.phase} {its.tokens}, depth {its.depth}, batch {its.batch}, kv {kv}{end}"
 
 
@@ -62,9 +69,11 @@ class Job:
         return [f"{self.name} memory", *(f"{self.name} {test}" for test in self.tests)]
 
 
-def decode(batch: int = 1, depth: int = 0, kv: int = 16, *, graphs: bool = True) -> Test:
+def decode(
+    batch: int = 1, depth: int = 0, kv: int = 16, *, graphs: bool = True, sampled: bool = False
+) -> Test:
     """Of new tokens."""
-    return Test(Case("decode", NEW_TOKENS, depth, batch, KVFormat(kv, kv)), graphs)
+    return Test(Case("decode", NEW_TOKENS, depth, batch, KVFormat(kv, kv)), graphs, sampled)
 
 
 def prefill(kv: int = 16) -> Test:
@@ -78,7 +87,11 @@ def jobs() -> list[Job]:
     wide = [decode(batch, depth, kv=8) for depth in (4096, 16384) for batch in (4, 16)]
     small = (decode(), decode(16), prefill(), decode(depth=16384, kv=8))
     return [
-        Job("8b", "int4", (decode(), decode(16), decode(graphs=False), prefill())),
+        Job(
+            "8b",
+            "int4",
+            (decode(), decode(16), decode(graphs=False), prefill(), decode(sampled=True)),
+        ),
         Job("8b", "int8", (decode(), prefill())),
         Job("8b", "bf16", (decode(), prefill())),
         Job("8b", "int4", tuple(decode(depth=16384, kv=kv) for kv in (16, 8, 4))),
@@ -100,6 +113,6 @@ def tiny(job: Job) -> Job:
         case = test.case
         tokens = {"decode": 4, "prefill": BLOCK_TOKENS}[case.phase]
         depth = {0: 0, 4096: BLOCK_TOKENS, 16384: 2 * BLOCK_TOKENS}[case.depth]
-        return Test(dataclasses.replace(case, tokens=tokens, depth=depth), test.graphs)
+        return dataclasses.replace(test, case=dataclasses.replace(case, tokens=tokens, depth=depth))
 
     return dataclasses.replace(job, tests=tuple(map(shrunk, job.tests)), least_s=0.0)

@@ -45,16 +45,16 @@ class Results:
     def speed(
         self, model: str, *, batch: int = 1, deep: bool = False, kv: int = 16, phase: str = "decode"
     ) -> Data | None:
-        """The measurement of a model with graphs, None if there is none."""
+        """The measurement of a model with graphs, greedy; None if there is none."""
         depth = self._deep if deep else 0
-        asked = phase, depth, batch, kv, True
+        asked = phase, depth, batch, kv, True, False
         for result in self.data["results"]:
             its = result.get("speed")
             if its is None or not result["key"].startswith(f"{model} "):
                 continue
             case = its["case"]
             found = case["phase"], case["depth"], case["batch"], case["kv_format"]["k_bits"]
-            if (*found, its["graphs"]) == asked:
+            if (*found, its["graphs"], its["sampled"]) == asked:
                 return dict(its)
         return None
 
@@ -193,6 +193,7 @@ def _speed_cells(data: Data) -> Iterator[list[str]]:
         model = " ".join(result["key"].split()[:2])
         bits = [kv["k_bits"], kv["v_bits"]]
         test = f"{case['phase']} {case['tokens']}" + ("" if its["graphs"] else ", no graph")
+        test += ", sampled" if its["sampled"] else ""
         if its["bytes_per_token"] is None:
             read, share = f"{its['flops_per_s'] / 1e12:,.0f} TFLOP/s", ""
         else:

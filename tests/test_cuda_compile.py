@@ -15,7 +15,15 @@ pytestmark = pytest.mark.skipif(
 
 SCRIPT = Path(__file__).parents[1] / "scripts/compile_gpu_kernels.py"
 SHARED_BYTES = {"8.0": 163 * 1024, "8.6": 99 * 1024, "8.9": 99 * 1024, "9.0": 227 * 1024}
-READS_MUCH_MEMORY = ("gemv", "gemm", "split_kernel", "add_norm", "norm", "activation", "weigh_blocks")
+READS_MUCH_MEMORY = (
+    "gemv",
+    "gemm",
+    "split_kernel",
+    "add_norm",
+    "norm",
+    "activation",
+    "weigh_blocks",
+)
 """Names begin so where anything below 128 bits a thread and load would leave bandwidth unused."""
 
 

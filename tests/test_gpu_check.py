@@ -138,7 +138,7 @@ def reference_rows(directory, block, weight):
     return stored.rows(0, weight.shape[0])
 
 
-def speed(key, rate, *, share=None, depth=0, batch=1, kv=16, graphs=True, phase="decode"):
+def speed(key, rate, *, share=None, depth=0, batch=1, kv=16, phase="decode", **how):
     is_prefill = phase == "prefill"
     return {
         "key": key,
@@ -156,8 +156,8 @@ def speed(key, rate, *, share=None, depth=0, batch=1, kv=16, graphs=True, phase=
             "flops_per_s": 4e14 if is_prefill else None,
             "bytes_per_token": None if is_prefill else 5e9,
             "peak_memory_bytes": 6_000_000_000,
-            "graphs": graphs,
             "read_share": share,
+            **({"graphs": True, "sampled": False} | how),
         },
     }
 
@@ -175,6 +175,7 @@ def made_up(**more):
     results = [
         memory("8b int4 memory", 300_000_000),
         speed("8b int4 decode a", 400.0, share=0.56),
+        speed("8b int4 decode sampled", 300.0, share=0.42, sampled=True),
         speed("8b int4 decode no graph", 100.0, share=0.14, graphs=False),
         speed("8b int4 decode b", 3300.0, share=0.3, batch=16),
         speed("8b int4 decode c", 200.0, share=0.3, depth=16384),
@@ -292,7 +293,7 @@ class TestBench:
     def test_measures_models_and_transformers(self, plan, run):
         jobs = [
             plan.Job("8b", "int4", (plan.decode(), plan.decode(2, 16384, 8, graphs=False))),
-            plan.Job("8b", "nf4", (plan.prefill(),)),
+            plan.Job("8b", "nf4", (plan.prefill(), plan.decode(sampled=True))),
             plan.Job("8b", "transformers"),
         ]
         data = run(jobs)
@@ -302,6 +303,7 @@ class TestBench:
             "8b int4 decode 4, depth 64, batch 2, kv 8, no graph",
             "8b nf4 memory",
             "8b nf4 prefill 32, depth 0, batch 1, kv 16",
+            "8b nf4 decode 4, depth 0, batch 1, kv 16, sampled",
             "8b transformers",
         ]
         assert not [result for result in data["results"] if "error" in result]

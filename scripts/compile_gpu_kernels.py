@@ -48,6 +48,7 @@ class Usage:
         shared_bytes: Of a program.
         threads: Of a program.
         vector_loads: Instructions that load 128 bits of global memory a thread, or more.
+        barriers: Instructions where the threads of a program wait for one another.
         compile_s: Seconds it took.
     """
 
@@ -59,6 +60,7 @@ class Usage:
     shared_bytes: int
     threads: int
     vector_loads: int
+    barriers: int
     compile_s: float
 
 
@@ -140,6 +142,7 @@ def measure(compilation: Compilation, capability: str) -> Usage:
         shared_bytes=compiled.metadata.shared,
         threads=32 * compilation.num_warps,
         vector_loads=len(_VECTOR_LOAD.findall(compiled.asm["ptx"])),
+        barriers=len(re.findall(r"\bbar\.sync\b", compiled.asm["ptx"])),
         compile_s=round(seconds, 2),
     )
 

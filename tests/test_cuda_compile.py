@@ -71,6 +71,12 @@ def test_shared_memory_fits(usages):
     assert not names(usages, lambda u: u["shared_bytes"] > SHARED_BYTES[u["capability"]])
 
 
+def test_weights_of_few_tokens_do_not_go_through_shared_memory(usages):
+    chosen = [u for u in usages if u["name"].startswith("gemv")]
+    assert chosen
+    assert not names(chosen, lambda u: u["barriers"] > 6)  # where sums are combined
+
+
 def test_kernels_that_read_much_load_128_bits_at_a_time(usages):
     chosen = [u for u in usages if u["name"].startswith(READS_MUCH_MEMORY)]
     assert chosen

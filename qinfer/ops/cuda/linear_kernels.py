@@ -61,18 +61,19 @@ def _piece(
     x: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
+    m: tl.tensor,
     k: tl.tensor,
     inside: tl.tensor,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Eight columns of x from each k on: [ROWS, len(k), 8]."""
-    m = tl.arange(0, ROWS)
-    k = k[:, None] + tl.arange(0, 8)
-    mask = (m < rows)[:, None, None] & inside[None, :, None]
+    """Eight columns of x from each k on, of row m each: [ROWS, len(k) / ROWS, 8]."""
+    column = k[:, None] + tl.arange(0, 8)
+    mask = ((m < rows) & inside)[:, None]
     if not ALIGNED:
-        mask = mask & (k < columns)[None]
-    return tl.load(x + m[:, None, None] * columns + k[None], mask=mask, other=0)
+        mask = mask & (column < columns)
+    values = tl.load(x + m[:, None] * columns + column, mask=mask, other=0)
+    return values.reshape(ROWS, k.shape[0] // ROWS, 8)
 
 
 @triton.jit
@@ -80,21 +81,42 @@ def _chunk_of_x(
     x: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
-    k: tl.tensor,
-    inside: tl.tensor,
-    PIECES: tl.constexpr,
+    start: tl.tensor,
+    last: tl.tensor,
+    PER_CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """The columns of x from each k on, as a tuple of PIECES of eight."""
-    x0 = _piece(x, rows, columns, k, inside, ROWS, ALIGNED)
-    x1 = _piece(x, rows, columns, k + 8, inside, ROWS, ALIGNED)
-    if PIECES == 2:
+    """The columns of x of each chunk from `start` on, as a tuple of pieces of eight."""
+    i = tl.arange(0, ROWS * CHUNKS)
+    m = i // CHUNKS
+    chunk = start + i % CHUNKS
+    inside = chunk < last
+    k = chunk * PER_CHUNK
+    x0 = _piece(x, rows, columns, m, k, inside, ROWS, ALIGNED)
+    x1 = _piece(x, rows, columns, m, k + 8, inside, ROWS, ALIGNED)
+    if PER_CHUNK == 16:
         return x0, x1
     else:
-        x2 = _piece(x, rows, columns, k + 16, inside, ROWS, ALIGNED)
-        x3 = _piece(x, rows, columns, k + 24, inside, ROWS, ALIGNED)
+        x2 = _piece(x, rows, columns, m, k + 16, inside, ROWS, ALIGNED)
+        x3 = _piece(x, rows, columns, m, k + 24, inside, ROWS, ALIGNED)
         return x0, x1, x2, x3
+
+
+@triton.jit
+def _by_chunk(
+    table: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+) -> tl.tensor:
+    """What a table holds at [BLOCK_N, CHUNKS] places: fp32, 0 where a chunk is not inside."""
+    at = at.reshape(BLOCK_N * CHUNKS)
+    mask = inside[None].broadcast_to(BLOCK_N, CHUNKS).reshape(BLOCK_N * CHUNKS)
+    values = tl.load(table + at, mask=mask, other=0)
+    return values.reshape(BLOCK_N, CHUNKS).to(tl.float32)
 
 
 @triton.jit
@@ -144,6 +166,10 @@ def gemv(
     side in a program of as many threads, and the 16 or 32 values of x that belong to them. Sums
     are combined over threads once, at the end. The order of addition does not depend on ROWS.
 
+    What is loaded is laid out flat, and shaped afterwards: of tensors with more axes, versions of
+    Triton before 3.7 give a thread other elements than it needs, and then move all of them through
+    shared memory.
+
     Args:
         x: bf16, fp16 or fp32 [rows, K].
         packed: int32 [N, ceil(K · BITS / 32)].
@@ -180,19 +206,21 @@ def gemv(
     for start in range(first, last, CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)
         inside = chunk < last
-        word = chunk[:, None] * 4 + tl.arange(0, 4)
-        there = inside[:, None] if ALIGNED else inside[:, None] & (word < words)
-        w = tl.load(packed + row[:, :, None] * words + word[None], mask=there[None], other=0)
-        pieces = _chunk_of_x(x, rows, columns, chunk * PER_CHUNK, inside, PIECES, ROWS, ALIGNED)
-        w = _pieces(w)
+        word = start * 4 + tl.arange(0, 4 * CHUNKS)
+        there = word < last * 4
+        if not ALIGNED:
+            there = there & (word < words)
+        w = tl.load(packed + row * words + word[None], mask=there[None], other=0)
+        w = _pieces(w.reshape(BLOCK_N, CHUNKS, 4))
+        pieces = _chunk_of_x(x, rows, columns, start, last, PER_CHUNK, CHUNKS, ROWS, ALIGNED)
         at = row + (chunk * 0)[None]
         if GROUP:
             at = row * (columns // GROUP) + (chunk * PER_CHUNK // GROUP)[None]
         offset = 0.0
         if zero is not None:
-            offset = tl.load(zero + at, mask=inside[None], other=0).to(tl.float32)
+            offset = _by_chunk(zero, at, inside, BLOCK_N, CHUNKS)
         if GROUP:
-            s = tl.load(scale + at, mask=inside[None], other=0).to(tl.float32)
+            s = _by_chunk(scale, at, inside, BLOCK_N, CHUNKS)
         part = tl.zeros((BLOCK_N, ROWS, CHUNKS), tl.float32)
         part = _product(w, pieces, offset, exponent, part, PIECES, BITS)
         if GROUP:

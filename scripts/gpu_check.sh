@@ -9,11 +9,11 @@
 #   PYTHON               the interpreter that has torch, python3 if not set
 #   GPU_CHECK_S          seconds for all of it, 350
 #   GPU_CHECK_TESTS_S    of them at most for the tests, 140
-#   GPU_CHECK_WORKERS    processes that run tests, 4
+#   GPU_CHECK_WORKERS    processes that run tests, 8
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} out=${OUT:-gpu-results} pack=.gpu-check
-total_s=${GPU_CHECK_S:-350} tests_s=${GPU_CHECK_TESTS_S:-140} workers=${GPU_CHECK_WORKERS:-4}
+total_s=${GPU_CHECK_S:-350} tests_s=${GPU_CHECK_TESTS_S:-140} workers=${GPU_CHECK_WORKERS:-8}
 reserve_s=8 most_starts=6
 
 name=$("$python" - 2>/dev/null <<'PYTHON'
@@ -106,9 +106,9 @@ bench() { # started anew where the device was lost (75) or the process died
   say "measurements: exit status $status, $((start + 1)) starts"
 }
 
-nvidia-smi >"$out/nvidia-smi.txt" 2>&1
+nvidia-smi >"$out/machine.txt" 2>&1
 install
-"$python" -m pip list --disable-pip-version-check >"$out/packages.txt" 2>/dev/null
+"$python" -m pip list --disable-pip-version-check >>"$out/machine.txt" 2>/dev/null
 join_model
 say "installed"
 make_models &

@@ -246,7 +246,9 @@ def test_nf4_equals_the_reference(any_device, n, k, rows, dtype):
     expected = ReferenceOps(any_device, dtype).linear(x, weight, bias)
     unit = torch.finfo(dtype).eps
     found = bnb.linear_nf4(x, prepared, bias)
-    torch.testing.assert_close(found, expected, rtol=4 * unit, atol=16 * unit)
+    # A device adds in another order, which in fp32 is more than the rounding of the result.
+    rtol, atol = max(4 * unit, 1e-5), max(16 * unit, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 class OldOperations:

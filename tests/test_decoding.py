@@ -3,10 +3,13 @@
 On a CPU it is one call, on a GPU it is captured.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 
-from qinfer.engine.decoding import Decoding
+from qinfer.engine.decoding import Decoding, _FixedStep
 from qinfer.models import rope
 from qinfer.models.decoder import Decoder
 from qinfer.ops.cpu.ops import CPUOps
@@ -228,6 +231,41 @@ def test_nan_is_noticed_and_blamed(tiny_model, kind):
     for sequence in sequences:
         assert sequence.finish_reason == "error"
         assert "layer 1" in str(sequence.error)
+
+
+def test_where_capturing_fails_a_warning_says_so_and_it_goes_on(tiny_model, monkeypatch):
+    directory = tiny_model("llama")
+    calls = []
+    for name in ("current_stream", "Stream", "set_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *its, name=name: calls.append(name) or name)
+
+    def capture(self, stream, pool):
+        assert (stream, pool) == ("Stream", None)
+        raise RuntimeError("operation not permitted\nwhen a stream is capturing")
+
+    monkeypatch.setattr(_FixedStep, "capture", capture)
+    engine = engine_of(directory, FixedOps())
+    engine.decoding.graphs = True
+    warnings = []
+    engine.warn = warnings.append
+    assert run(engine, JOBS) == run(flexible(directory), JOBS)
+    (warning,) = warnings
+    assert warning.endswith("CUDA graph (operation not permitted); going on without")
+    assert calls == ["current_stream", "Stream", "set_stream", "synchronize"]
+
+
+@EITHER
+def test_an_engine_that_is_dropped_is_gone_at_once(tiny_model, kind):
+    """Its cache may be most of the memory, and the next one is about to be made."""
+    engine = engine_of(tiny_model("llama"), kind())
+    run(engine, JOBS[:2])
+    cache = weakref.ref(engine.cache)
+    gc.disable()
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

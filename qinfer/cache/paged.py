@@ -13,6 +13,7 @@ from qinfer.config import ModelConfig
 from qinfer.ops.paged import KVLayer
 from qinfer.quant.kv import BLOCK_TOKENS, KVFormat, KVSide
 
+_SLACK_BYTES = 16 << 20  # for padding, and for what the allocator rounds up
 RETAINED_TOKENS = 8192
 """So much of finished sequences is usually kept to be found again, if nobody needs the place."""
 
@@ -137,6 +138,13 @@ class PagedCache:
         self.blocks = tuple(blocks)
         self.padding_slot = slots
         self._retained_tokens = retained_tokens
+
+        if device.type == "cuda":
+            # What is free in one piece the allocator cuts up; else it takes 20 MB for every two
+            # tensors of 8 MB, say.
+            blocks_bytes = (n * layout.block_bytes(group) for group, n in enumerate(blocks))
+            size = sum(blocks_bytes) + (slots + padding) * layout.slot_bytes() + _SLACK_BYTES
+            torch.empty(size, dtype=torch.uint8, device=device)
 
         def side(layer: int, *, is_keys: bool) -> KVSide:
             kv_format = layout.formats[layer]

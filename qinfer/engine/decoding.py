@@ -74,6 +74,7 @@ class Decoding:
 
     Attributes:
         graphs: Whether steps are captured as CUDA graphs; false after that failed.
+        warning: What to tell the user, once.
         vocab_size: Ids from here on are padding of the model's vocabulary and are never chosen.
     """
 
@@ -91,14 +92,17 @@ class Decoding:
         """
         self.graphs = graphs and decoder.ops.device.type == "cuda"
         self._queues = decoder.ops.fixed_steps  # steps are, and the host goes on meanwhile
-        self.warn: Callable[[str], None] = lambda message: None
+        self.warning: str | None = None
         self._decoder = decoder
         self._cache = cache
         self.vocab_size = vocab_size
         self._positions = positions
         self._steps: dict[_Shape, _FixedStep] = {}
         self._rotary: Rotation = None  # as the steps know it
-        self._pool: Any = None  # of memory, that all graphs share
+        # Graphs share memory, and a stream: libraries have a workspace for each.
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._kept: Tensor | None = None  # logits for the host, of any step
 
     @classmethod
     def of(
@@ -133,8 +137,9 @@ class Decoding:
         drawn = self._queues and any(
             self.chooses_for(s) and not s.sampler.is_greedy for s in sequences
         )
+        kept = self._queues and not all(map(self.chooses_for, sequences))
         size = _power(len(rows)) if self._queues else len(rows)
-        key = _Shape(size, widths, drawn)
+        key = _Shape(size, widths, drawn, kept)
         step = self._steps.get(key)
         if step is None:
             if not self._queues:
@@ -175,22 +180,35 @@ class Decoding:
         if self._rotary is None or tables[0] is not self._rotary[0]:
             self._rotary = tables
             self._steps.clear()
+            self._pool = None  # it goes with the last graph
 
     def _step_of(self, key: _Shape) -> _FixedStep:
+        if key.kept and self._kept is None:
+            most = _power(self._cache.padding_slot), self._decoder.config.vocab_size
+            self._kept = torch.empty(most, device=self._decoder.ops.device)
         return _FixedStep(
-            self._decoder, self._cache, key, vocab_size=self.vocab_size, rotary=self._rotary
+            self._decoder,
+            self._cache,
+            key,
+            vocab_size=self.vocab_size,
+            rotary=self._rotary,
+            kept=self._kept[: key.size] if key.kept and self._kept is not None else None,
         )
 
     def _new_step(self, key: _Shape) -> _FixedStep:
         step = self._step_of(key)
         if not self.graphs:
             return step
+        current = torch.cuda.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         try:
-            self._pool = step.capture(self._pool)
+            self._pool = step.capture(self._stream, self._pool)
         except RuntimeError as error:
+            torch.cuda.set_stream(current)  # which a capture that fails does not
             torch.cuda.synchronize()
             self.graphs = False
-            self.warn(
+            self.warning = (
                 f"the decoding step could not be captured as a CUDA graph ({_line(error)}); "
                 "going on without"
             )
@@ -205,18 +223,20 @@ class _Shape(NamedTuple):
         size: Sequences.
         widths: Of the block tables, per group of layers.
         drawn: Whether some tokens are drawn; else it takes the likeliest.
+        kept: Whether the host wants the logits of some.
     """
 
     size: int
     widths: tuple[int, ...]
     drawn: bool
+    kept: bool
 
 
 class _FixedStep:
     """A step of some shape.
 
     Attributes:
-        logits: fp32 [size, vocab] of the last launch.
+        logits: fp32 [size, vocab] of the last launch, if they are kept.
     """
 
     def __init__(
@@ -227,11 +247,12 @@ class _FixedStep:
         *,
         vocab_size: int,
         rotary: Rotation,
+        kept: Tensor | None,
     ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._vocab_size = vocab_size
-        self._size, self._widths, drawn = shape
+        self._size, self._widths, drawn, _ = shape
         device = decoder.ops.device
         self._on_gpu = on_gpu = device.type == "cuda"
         count = self._size * (1 + sum(self._widths))
@@ -264,12 +285,12 @@ class _FixedStep:
             size = self._size, decoder.config.hidden_size
             self._x = torch.zeros(size, dtype=decoder.ops.dtype, device=device)
         self._results = torch.zeros(2, self._size, dtype=torch.int64, device=device)
+        pinned = range(2 if on_gpu else 0)
         self._pinned_results = itertools.cycle(
-            torch.zeros(2, self._size, dtype=torch.int64, pin_memory=True)
-            for _ in range(2 if on_gpu else 0)
+            [torch.zeros(2, self._size, dtype=torch.int64, pin_memory=True) for _ in pinned]
         )
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.logits = torch.empty(0)
+        self.logits = torch.empty(0) if kept is None else kept
         self._whole: Callable[[], None] | None = None
         if decoder.whole_step is not None:
             self.logits = torch.empty(self._size, decoder.config.vocab_size)
@@ -345,21 +366,24 @@ class _FixedStep:
         arrived.record()
         return results.numpy(), arrived
 
-    def capture(self, pool: Any) -> Any:
+    def capture(self, stream: torch.cuda.Stream, pool: Any) -> Any:
         """Record the step as a CUDA graph; returns the memory pool that graphs share.
+
+        Args:
+            stream: Not the current one.
+            pool: Of earlier graphs, if there are any.
 
         Raises:
             RuntimeError: Something in it cannot be captured.
         """
         self.load([])  # only padding: what runs before the capture changes nothing
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled, and libraries take their workspaces
                 self._compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             self._compute()
         self._graph = graph
         return graph.pool()
@@ -369,12 +393,13 @@ class _FixedStep:
         x = self._x
         # What the blocks get may be overwritten.
         x = decoder.embed(batch.ids, batch.positions) if x is None else x.clone()
-        hidden = decoder.run(x, batch, self._cache.layers)
-        self.logits = decoder.logits(hidden)
+        logits = decoder.logits(decoder.run(x, batch, self._cache.layers))
+        if len(self.logits):
+            self.logits.copy_(logits)
         if self._draws is None:
-            tokens, broken = decoder.ops.greedy(self.logits, self._vocab_size)
+            tokens, broken = decoder.ops.greedy(logits, self._vocab_size)
         else:
-            tokens, broken = decoder.ops.draw(self.logits, self._vocab_size, self._draws)
+            tokens, broken = decoder.ops.draw(logits, self._vocab_size, self._draws)
         self._results[0].copy_(tokens)
         self._results[1].copy_(broken)
         self._batch.ids.copy_(tokens)

@@ -103,8 +103,6 @@ class Engine:
     def decode_with(self, decoding: Decoding | None) -> None:
         """Run steps in which every sequence has one token by this, if it is something."""
         self.decoding = decoding
-        if decoding is not None:
-            decoding.warn = lambda message: self.warn(message)
 
     def add(
         self, prompt_ids: SequenceOf[int], params: SamplingParams, max_tokens: int | None
@@ -210,6 +208,9 @@ class Engine:
             for chunk in chunks:
                 self.cache.copy(chunk.copies)
             flight = decoding.launch(sequences)
+            if decoding.warning is not None:
+                self.warn(decoding.warning)
+                decoding.warning = None
         for sequence in sequences:
             self._store(sequence, sequence.computed_tokens + 1)
         if not on_host and self._foresees(sequences):

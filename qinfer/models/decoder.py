@@ -205,7 +205,8 @@ class Decoder:
     @property
     def embeds_on_device(self) -> bool:
         """Whether the embeddings are where the model computes."""
-        return self.embed_tokens.device == self.ops.device
+        tables = self.embed_tokens, self.embed_positions
+        return all(table is None or table.device == self.ops.device for table in tables)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """What the blocks get: [tokens, hidden] of ids and positions, int64 [tokens] each."""

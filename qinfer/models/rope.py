@@ -39,11 +39,18 @@ class RotaryTable:
         Returns:
             Cosines and sines, fp32 [positions, head_dim / 2] each.
         """
-        while (known := len(self._tables[0])) < positions:
-            at = torch.arange(known, known + _PIECE, device=self._inv_freq.device)
-            angles = at.float().unsqueeze(1) * self._inv_freq
-            for i, piece in enumerate((angles.cos(), angles.sin())):
-                self._tables[i] = torch.cat((self._tables[i], piece * self._factor))
+        known = len(self._tables[0])
+        if known < positions:
+            size = -(-positions // _PIECE) * _PIECE
+            grown = [table.new_empty(size, table.shape[1]) for table in self._tables]
+            for old, new in zip(self._tables, grown, strict=True):
+                new[:known] = old
+            for first in range(known, size, _PIECE):  # little memory beside the tables
+                at = torch.arange(first, first + _PIECE, device=self._inv_freq.device)
+                angles = at.float().unsqueeze(1) * self._inv_freq
+                for new, piece in zip(grown, (angles.cos(), angles.sin()), strict=True):
+                    torch.mul(piece, self._factor, out=new[first : first + _PIECE])
+            self._tables = grown
         cos, sin = self._tables
         return cos, sin
 

@@ -14,6 +14,7 @@ _BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}  # beyond any cache of the p
 _LEAST_BYTES = 64 << 20
 _SHARE = 4  # at most this part of what is free
 _PASSES = 15
+_COPIES = 8  # in a pass: one takes no longer than a dozen waits for the device
 
 
 def read_bandwidth(device: torch.device, *, free_bytes: int) -> float:
@@ -37,7 +38,12 @@ def _pass(device: torch.device, size_bytes: int) -> tuple[Callable[[], object], 
     if device.type == "cuda":
         source = torch.ones(size_bytes // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        return lambda: target.copy_(source), 2 * source.nbytes
+
+        def copy() -> None:
+            for _ in range(_COPIES):
+                target.copy_(source)
+
+        return copy, _COPIES * 2 * source.nbytes
     words = Arena().take(size_bytes // 8 * 8).fill_(1).view(torch.int64)
     return words.sum, words.nbytes
 

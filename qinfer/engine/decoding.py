@@ -59,8 +59,7 @@ class Flight:
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens, broken = self._results[:, : len(self.sequences)].tolist()
-        return [None if bad else token for token, bad in zip(tokens, broken, strict=True)]
+        return _sound(*self._results[:, : len(self.sequences)].tolist())
 
     def logits(self, rows: list[int]) -> Tensor:
         """fp32 [rows, vocab] on the CPU, if no other step has been launched since."""
@@ -73,6 +72,7 @@ class Decoding:
     Where steps are captured, shapes are rounded up to powers of two, so that there are few.
 
     Attributes:
+        draws: Whether tokens are drawn where their logits are; else steps know the likeliest.
         graphs: Whether steps are captured as CUDA graphs; false after that failed.
         warning: What to tell the user, once.
         vocab_size: Ids from here on are padding of the model's vocabulary and are never chosen.
@@ -91,7 +91,8 @@ class Decoding:
             graphs: Capture CUDA graphs, if the device is one that has them.
         """
         self.graphs = graphs and decoder.ops.device.type == "cuda"
-        self._queues = decoder.ops.fixed_steps  # steps are, and the host goes on meanwhile
+        # Steps are queued, and the host goes on meanwhile: what they need is there already.
+        self._queues = self.draws = decoder.ops.fixed_steps
         self.warning: str | None = None
         self._decoder = decoder
         self._cache = cache
@@ -122,7 +123,28 @@ class Decoding:
     def chooses_for(self, sequence: Sequence) -> bool:
         """Whether steps choose its next token; else the host does."""
         sampler = sequence.sampler
-        return sampler.is_memoryless if self._queues else sampler.is_greedy
+        return sampler.is_memoryless if self.draws else sampler.is_greedy
+
+    def choose(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int | None]:
+        """What a step would choose; waits for it.
+
+        Args:
+            logits: fp32 [sequences, vocab], where the model computes.
+            sequences: That steps choose for.
+
+        Returns:
+            As `Flight.tokens`.
+        """
+        ops, samplers = self._decoder.ops, [s.sampler for s in sequences]
+        if all(sampler.is_greedy for sampler in samplers):
+            tokens, broken = ops.greedy(logits, self.vocab_size)
+        else:
+            table = np.zeros((len(samplers), COLUMNS))
+            _set_draws(table, samplers, [0] * len(samplers))
+            positions = torch.zeros(len(samplers), dtype=torch.int64, device=ops.device)
+            draws = Draws(torch.from_numpy(table).to(ops.device), positions)
+            tokens, broken = ops.draw(logits, self.vocab_size, draws)
+        return _sound(tokens.tolist(), broken.tolist())
 
     def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
         """Run the next token of each of these sequences, whose blocks have room for it."""
@@ -134,10 +156,10 @@ class Decoding:
         ]
         lengths = [max(map(len, tables)) for tables in zip(*(row[3] for row in rows), strict=True)]
         widths = tuple(max(_power(n), _LEAST_WIDTH) for n in lengths)
-        drawn = self._queues and any(
+        drawn = self.draws and any(
             self.chooses_for(s) and not s.sampler.is_greedy for s in sequences
         )
-        kept = self._queues and not all(map(self.chooses_for, sequences))
+        kept = self.draws and not all(map(self.chooses_for, sequences))
         size = _power(len(rows)) if self._queues else len(rows)
         key = _Shape(size, widths, drawn, kept)
         step = self._steps.get(key)
@@ -331,23 +353,11 @@ class _FixedStep:
             self._ints.copy_(self._host_ints, non_blocking=True)
 
     def load_draws(self, samplers: SequenceOf[Sampler | None]) -> None:
-        """Behind `load`: set how the sequences' next tokens are drawn, and with which numbers.
-
-        Those up to the end of each sequence's block, as far as steps run ahead. None takes the
-        likeliest.
-        """
+        """Behind `load`: set how the sequences' next tokens are drawn; None takes the likeliest."""
         if self._draws is None:
             raise RuntimeError("this step draws nothing")
-        table, (_, positions) = self._host_draws.numpy(), self._ids_and_positions
-        table[:, 0] = 0
-        for row, position, sampler in zip(
-            table, positions.tolist(), samplers, strict=False
-        ):  # and padding
-            if sampler is None or sampler.is_greedy:
-                continue
-            p, first = sampler.params, COLUMNS - UNIFORMS + position % UNIFORMS
-            row[:4] = self._draws.row(p.temperature, p.top_k, p.top_p, p.min_p)
-            row[first:] = sampler.upcoming(COLUMNS - first)
+        positions = self._ids_and_positions[1, : len(samplers)].tolist()
+        _set_draws(self._host_draws.numpy(), samplers, positions)
         self._draws.table.copy_(self._host_draws, non_blocking=True)
 
     def launch(self) -> tuple[NDArray[np.int64], torch.cuda.Event | None]:
@@ -404,6 +414,23 @@ class _FixedStep:
         self._results[1].copy_(broken)
         self._batch.ids.copy_(tokens)
         self._batch.positions.add_(1)
+
+
+def _set_draws(
+    table: NDArray[np.float64], samplers: SequenceOf[Sampler | None], positions: SequenceOf[int]
+) -> None:
+    """In place: the table of `Draws`, with numbers as far as steps run ahead from positions."""
+    table[:, 0] = 0  # of padding, too
+    for row, sampler, position in zip(table[: len(samplers)], samplers, positions, strict=True):
+        if sampler is None or sampler.is_greedy:
+            continue
+        p, first = sampler.params, COLUMNS - UNIFORMS + position % UNIFORMS
+        row[:4] = Draws.row(p.temperature, p.top_k, p.top_p, p.min_p)
+        row[first:] = sampler.upcoming(COLUMNS - first)
+
+
+def _sound(tokens: SequenceOf[int], broken: SequenceOf[int]) -> list[int | None]:
+    return [None if bad else token for token, bad in zip(tokens, broken, strict=True)]
 
 
 def _power(n: int) -> int:

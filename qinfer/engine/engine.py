@@ -189,12 +189,33 @@ class Engine:
         logits = self._run(chunks, ready)
         for sequence, count, _ in chunks:
             self._store(sequence, sequence.computed_tokens + count)
-        advanced = []
+        advanced, rows = [], []
         for row, i in enumerate(ready):
-            for sequence in (*self._fork(chunks[i].sequence), chunks[i].sequence):
-                self._sample(sequence, logits[row])
-                advanced.append(sequence)
+            forked = [*self._fork(chunks[i].sequence), chunks[i].sequence]
+            advanced += forked
+            rows += [row] * len(forked)
+        self._choose(advanced, logits, rows)
         return advanced
+
+    def _choose(
+        self, sequences: SequenceOf[Sequence], logits: Tensor, rows: SequenceOf[int]
+    ) -> None:
+        """Add a token to sequences, each by its row of logits, where they are if that is worth it.
+
+        Args:
+            sequences: Each of them once.
+            logits: fp32 [rows, vocab].
+            rows: Of each sequence; some may share one.
+        """
+        decoding, its_row = self.decoding, dict(zip(sequences, rows, strict=True))
+        if decoding is not None and decoding.draws:
+            chosen = [s for s in sequences if decoding.chooses_for(s)]
+            if chosen:
+                some = logits[[its_row.pop(s) for s in chosen]]
+                for sequence, token in zip(chosen, decoding.choose(some, chosen), strict=True):
+                    self._accept(sequence, token)
+        for sequence, row in its_row.items():
+            self._sample(sequence, logits[row])
 
     def _is_decoding(self, chunks: SequenceOf[Chunk]) -> bool:
         return all(c.sequence.pending_tokens == 1 and not c.sequence.followers for c in chunks)

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
+from fetch_demo_model import path
 
 from qinfer.checkpoint.tokenizer import Tokenizer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.sampling import SamplingParams
-from scripts.fetch_demo_model import path
 from tests.engines import engine_of
 
 pytestmark = [

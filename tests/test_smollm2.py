@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fetch_demo_model import path
 
 from qinfer.generation import LanguageModel
 from qinfer.sampling import SamplingParams
-from scripts.fetch_demo_model import path
 from tests.test_formats import load_in_transformers
 
 pytestmark = [

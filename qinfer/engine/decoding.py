@@ -72,7 +72,6 @@ class Decoding:
     Where steps are captured, shapes are rounded up to powers of two, so that there are few.
 
     Attributes:
-        draws: Whether tokens are drawn where their logits are; else steps know the likeliest.
         graphs: Whether steps are captured as CUDA graphs; false after that failed.
         warning: What to tell the user, once.
         vocab_size: Ids from here on are padding of the model's vocabulary and are never chosen.
@@ -91,8 +90,7 @@ class Decoding:
             graphs: Capture CUDA graphs, if the device is one that has them.
         """
         self.graphs = graphs and decoder.ops.device.type == "cuda"
-        # Steps are queued, and the host goes on meanwhile: what they need is there already.
-        self._queues = self.draws = decoder.ops.fixed_steps
+        self._queues = decoder.ops.fixed_steps  # steps are, and the host goes on meanwhile
         self.warning: str | None = None
         self._decoder = decoder
         self._cache = cache
@@ -122,8 +120,7 @@ class Decoding:
 
     def chooses_for(self, sequence: Sequence) -> bool:
         """Whether steps choose its next token; else the host does."""
-        sampler = sequence.sampler
-        return sampler.is_memoryless if self.draws else sampler.is_greedy
+        return sequence.sampler.is_memoryless
 
     def choose(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int | None]:
         """What a step would choose; waits for it.
@@ -156,10 +153,8 @@ class Decoding:
         ]
         lengths = [max(map(len, tables)) for tables in zip(*(row[3] for row in rows), strict=True)]
         widths = tuple(max(_power(n), _LEAST_WIDTH) for n in lengths)
-        drawn = self.draws and any(
-            self.chooses_for(s) and not s.sampler.is_greedy for s in sequences
-        )
-        kept = self.draws and not all(map(self.chooses_for, sequences))
+        drawn = any(self.chooses_for(s) and not s.sampler.is_greedy for s in sequences)
+        kept = self._queues and not all(map(self.chooses_for, sequences))
         size = _power(len(rows)) if self._queues else len(rows)
         key = _Shape(size, widths, drawn, kept)
         step = self._steps.get(key)
@@ -324,6 +319,7 @@ class _FixedStep:
                     logits=self.logits,
                     results=self._results,
                     vocab_size=vocab_size,
+                    draws=self._draws,
                 )
             )
 

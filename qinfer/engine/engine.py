@@ -200,7 +200,7 @@ class Engine:
     def _choose(
         self, sequences: SequenceOf[Sequence], logits: Tensor, rows: SequenceOf[int]
     ) -> None:
-        """Add a token to sequences, each by its row of logits, where they are if that is worth it.
+        """Add a token to sequences, each by its row of logits; in one call if there is one.
 
         Args:
             sequences: Each of them once.
@@ -208,7 +208,7 @@ class Engine:
             rows: Of each sequence; some may share one.
         """
         decoding, its_row = self.decoding, dict(zip(sequences, rows, strict=True))
-        if decoding is not None and decoding.draws:
+        if decoding is not None:
             chosen = [s for s in sequences if decoding.chooses_for(s)]
             if chosen:
                 some = logits[[its_row.pop(s) for s in chosen]]

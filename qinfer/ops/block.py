@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from qinfer.ops.draws import Draws
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.weights import Weight
 
@@ -28,8 +29,9 @@ class StepTensors:
         rotary: Cosines and sines of all positions, fp32 [positions, head_dim / 2] each.
         layers: The cache.
         logits: fp32 [sequences, vocab], written.
-        results: int64 [2, sequences], written: what `ReferenceOps.greedy` gives.
+        results: int64 [2, sequences], written: what `ReferenceOps.greedy` gives, or `draw`.
         vocab_size: For that.
+        draws: For that; None is greedy.
     """
 
     batch: Batch
@@ -38,6 +40,7 @@ class StepTensors:
     logits: Tensor
     results: Tensor
     vocab_size: int
+    draws: Draws | None = None
 
 
 WholeStep = Callable[[StepTensors], Callable[[], None] | None]

@@ -48,6 +48,24 @@ class Draws:
     table: Tensor
     positions: Tensor
 
+    def check(self, sequences: int) -> None:
+        """Before a kernel reads it.
+
+        Raises:
+            ValueError: It is not as described, or of another number of sequences.
+        """
+        shapes = list(self.table.shape), list(self.positions.shape)
+        dtypes = self.table.dtype, self.positions.dtype
+        is_whole = self.table.is_contiguous() and self.positions.is_contiguous()
+        if not is_whole or (shapes, dtypes) != (
+            ([sequences, COLUMNS], [sequences]),
+            (torch.float64, torch.int64),
+        ):
+            raise ValueError(
+                f"draws must be fp64 [{sequences}, {COLUMNS}] and int64 [{sequences}], got "
+                f"{dtypes[0]} {shapes[0]} and {dtypes[1]} {shapes[1]}"
+            )
+
     @staticmethod
     def row(
         temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
@@ -59,6 +77,26 @@ class Draws:
             1.0 if top_p is None else top_p,
             -math.inf if min_p is None else math.log(min_p),
         )
+
+
+def columns_that_count(logits: Tensor, vocab_size: int | None) -> int:
+    """How many columns a kernel looks at: `vocab_size`, or all if that is None or more.
+
+    Raises:
+        ValueError: `logits` is not fp32 [sequences, columns], the columns side by side, or none
+            counts.
+    """
+    lies_in_rows = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
+    if logits.dtype != torch.float32 or not lies_in_rows:
+        raise ValueError(
+            f"logits must be fp32 [sequences, columns] in rows, got {logits.dtype} "
+            f"{list(logits.shape)}"
+        )
+    columns = logits.shape[1]
+    size = columns if vocab_size is None else min(vocab_size, columns)
+    if size < 1:
+        raise ValueError(f"no column counts: {columns} columns, vocab_size {vocab_size}")
+    return size
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:

@@ -64,9 +64,11 @@ static float *decode(const model *m, const cache *caches, int threads)
     decoding d = {.blocks = m->blocks, .caches = caches, .count = BLOCKS, .last = &last,
                   .head = &m->weights[7 * BLOCKS].w, .embedding = {m->rows, BF16, HIDDEN},
                   .cos = m->turns, .sin = m->turns + STEPS * HEAD_DIM / 2, .ids = ids, .positions = positions,
-                  .rotation = rotation, .vocab_size = VOCAB - 3, .chosen = ids, .broken = broken};
+                  .rotation = rotation,
+                  .choice = {.rows = SEGMENTS, .stride = VOCAB, .vocab_size = VOCAB - 3, .chosen = ids,
+                             .broken = broken}};
     for (int i = 0; i < STEPS; i++) {
-        d.logits = logits + i * SEGMENTS * VOCAB;
+        d.choice.logits = d.logits = logits + i * SEGMENTS * VOCAB;
         if (!qinfer_decode(&d, &s))
             exit(4);
         for (int t = 0; t < SEGMENTS; t++)

@@ -13,6 +13,7 @@ static void *caller(void *argument)
         check_attention(&seed);
         check_decode(&seed);
         check_rows(&seed);
+        check_choice(&seed);
     }
     return NULL;
 }

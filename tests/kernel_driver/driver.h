@@ -53,5 +53,6 @@ void check_linear(unsigned *seed);
 void check_attention(unsigned *seed);
 void check_decode(unsigned *seed);
 void check_rows(unsigned *seed);
+void check_choice(unsigned *seed);
 
 #endif

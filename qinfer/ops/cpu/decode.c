@@ -1,12 +1,12 @@
-/* A decoding step in one call: embeddings, blocks, head, and the choice of the likeliest tokens.
+/* A decoding step in one call: embeddings, blocks, head, and the choice of tokens.
  *
  * What the operations compute one by one, to the bit. On a small model whatever stands between them costs a
  * tenth of a step.
  */
 #include "block.h"
+#include "choice.h"
 #include "half.h"
 
-#include <math.h>
 #include <string.h>
 
 /* Rows to look up; must match `Table` in kernels.py. */
@@ -28,8 +28,7 @@ typedef struct {
     const int64_t *ids, *positions; /* [tokens] */
     float *rotation;            /* [2, tokens, head_dim / 2] */
     float *logits;              /* [tokens, head->rows] */
-    int64_t vocab_size;         /* ids from here on are padding, and never chosen */
-    int64_t *chosen, *broken;   /* [tokens]: the likeliest, and whether that means nothing */
+    choice choice;              /* of tokens, from the logits */
 } decoding;
 
 static void look_up(const table *t, int64_t row, int64_t size, int adds, float *to)
@@ -69,10 +68,5 @@ int qinfer_decode(const decoding *d, const step *s)
         return 0;
     const product head = {.w = d->head, .out = d->logits, .stride = vocab};
     qinfer_linear(&head, s->x, s->tokens, s->workspace, (int)s->threads);
-    for (int64_t t = 0; t < s->tokens; t++) {
-        float peak;
-        d->chosen[t] = likeliest(d->logits + t * vocab, d->vocab_size, &peak);
-        d->broken[t] = !isfinite(peak);
-    }
-    return 1;
+    return qinfer_choose(&d->choice, (int)s->threads);
 }

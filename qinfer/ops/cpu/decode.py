@@ -35,7 +35,6 @@ class _NativeStep:
         x = torch.empty(size, first.hidden)
         rotation = torch.empty(2, size, first.head_dim // 2)
         cos, sin = map(kernels.address, tensors.rotary or (None, None))
-        chosen, broken = tensors.results
         decoding = kernels.Decoding(
             blocks=blocks.blocks,
             caches=caches,
@@ -50,9 +49,9 @@ class _NativeStep:
             positions=batch.positions.data_ptr(),
             rotation=rotation.data_ptr(),
             logits=tensors.logits.data_ptr(),
-            vocab_size=min(tensors.vocab_size, self._head.shape[0]),
-            chosen=chosen.data_ptr(),
-            broken=broken.data_ptr(),
+            choice=kernels.Choice.of(
+                tensors.logits, tensors.vocab_size, tensors.draws, tensors.results
+            ),
         )
         step = blocks.step(x, batch)
         kept = tensors, x, rotation  # the descriptions point into these

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from qinfer.ops.draws import Draws, columns_that_count
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.quant.kv import KVSide, value_group
 
@@ -176,6 +177,50 @@ class Table(ctypes.Structure):
     _fields_ = (("data", _pointer), ("kind", _int64), ("stride", _int64))
 
 
+class Choice(ctypes.Structure):
+    """`choice` in choice.h."""
+
+    _fields_ = (
+        ("logits", _pointer),
+        ("rows", _int64),
+        ("stride", _int64),
+        ("vocab_size", _int64),
+        ("draws", _pointer),
+        ("positions", _pointer),
+        ("chosen", _pointer),
+        ("broken", _pointer),
+    )
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, vocab_size: int | None, draws: Draws | None, results: Tensor
+    ) -> Choice:
+        """A choice from these tensors, which must outlive it.
+
+        Args:
+            logits: fp32 [rows, vocab], a row's side by side.
+            vocab_size: Ids from here on are never chosen; None is all.
+            draws: None takes the likeliest.
+            results: int64 [2, rows], contiguous: tokens, and whether there is none.
+
+        Raises:
+            ValueError: An argument is not as described.
+        """
+        if draws is not None:
+            draws.check(len(logits))
+        chosen, broken = results
+        return cls(
+            logits=logits.data_ptr(),
+            rows=len(logits),
+            stride=logits.stride(0),
+            vocab_size=columns_that_count(logits, vocab_size),
+            draws=None if draws is None else draws.table.data_ptr(),
+            positions=None if draws is None else draws.positions.data_ptr(),
+            chosen=chosen.data_ptr(),
+            broken=broken.data_ptr(),
+        )
+
+
 class Decoding(ctypes.Structure):
     """`decoding` in decode.c."""
 
@@ -193,9 +238,7 @@ class Decoding(ctypes.Structure):
         ("positions", _pointer),
         ("rotation", _pointer),
         ("logits", _pointer),
-        ("vocab_size", _int64),
-        ("chosen", _pointer),
-        ("broken", _pointer),
+        ("choice", Choice),
     )
 
 
@@ -241,6 +284,7 @@ def load(path: str) -> ctypes.CDLL:
         "attention": (count, [to(_Attention)]),
         "blocks": (count, [to(Block), to(Cache), _int64, to(Norm), to(Step)]),
         "block_bytes": (_int64, [to(Block), _int64]),
+        "choose": (count, [to(Choice), count]),
         "decode": (count, [to(Decoding), to(Step)]),
         "norm": (None, [to(Norm), _pointer, _int64, _int64, _pointer, count]),
         "activate": (None, [_pointer, _pointer, count, _int64, _int64, _pointer, count]),
@@ -411,3 +455,23 @@ def rotary(kernels: ctypes.CDLL, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim // 2
     )
     return x
+
+
+def choose(
+    kernels: ctypes.CDLL,
+    logits: Tensor,
+    vocab_size: int | None,
+    draws: Draws | None,
+    *,
+    threads: int,
+) -> tuple[Tensor, Tensor]:
+    """See `ReferenceOps.draw`, or without draws `greedy`.
+
+    Raises:
+        ValueError: An argument is not as described.
+        MemoryError: There is none to list what may be drawn.
+    """
+    results = torch.empty(2, len(logits), dtype=torch.int64)
+    if not kernels.qinfer_choose(Choice.of(logits, vocab_size, draws, results), threads):
+        raise MemoryError(f"no memory for a choice from {logits.shape[1]:,} tokens")
+    return results[0], results[1].bool()

@@ -13,6 +13,7 @@ from qinfer.ops.cpu import kernels
 from qinfer.ops.cpu.block import NativeBlocks, native_blocks
 from qinfer.ops.cpu.decode import native_step
 from qinfer.ops.cpu.weights import Arena, NativeWeight, native
+from qinfer.ops.draws import Draws
 from qinfer.ops.paged import Batch, KVLayer
 from qinfer.ops.reference import ReferenceOps
 from qinfer.quant.weights import Weight
@@ -134,3 +135,15 @@ class CPUOps(ReferenceOps):
         if self._kernels is None:
             return super().gated_activation(gate, up, kind)
         return kernels.activate(self._kernels, gate, up, kind, threads=self._threads)
+
+    def greedy(self, logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """See `ReferenceOps.greedy`."""
+        if self._kernels is None:
+            return super().greedy(logits, vocab_size)
+        return kernels.choose(self._kernels, logits, vocab_size, None, threads=self._threads)
+
+    def draw(self, logits: Tensor, vocab_size: int, draws: Draws) -> tuple[Tensor, Tensor]:
+        """See `ReferenceOps.draw`."""
+        if self._kernels is None:
+            return super().draw(logits, vocab_size, draws)
+        return kernels.choose(self._kernels, logits, vocab_size, draws, threads=self._threads)

@@ -17,7 +17,7 @@ from torch import Tensor
 from qinfer.ops.cuda import choice_kernels as kernels
 from qinfer.ops.cuda.compilation import Compilation
 from qinfer.ops.cuda.launches import Launch
-from qinfer.ops.draws import COLUMNS, Draws
+from qinfer.ops.draws import COLUMNS, Draws, columns_that_count
 
 _BLOCK = 1024  # columns of a program
 _BLOCK_WARPS = 2
@@ -57,11 +57,8 @@ def draw_or_nan(
     Raises:
         ValueError: An argument is not as described.
     """
-    choice = _Choice.of(logits, vocab_size)
-    shapes = list(draws.table.shape), list(draws.positions.shape)
-    if shapes != ([len(logits), COLUMNS], [len(logits)]):
-        raise ValueError(f"draws of {shapes} for {len(logits)} sequences")
-    return _run(choice, draws)
+    draws.check(len(logits))
+    return _run(_Choice.of(logits, vocab_size), draws)
 
 
 def _run(choice: _Choice, draws: Draws | None) -> tuple[Tensor, Tensor]:
@@ -90,16 +87,8 @@ class _Choice:
 
     @staticmethod
     def of(logits: Tensor, vocab_size: int | None) -> _Choice:
-        lies_in_rows = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
-        if logits.dtype != torch.float32 or not lies_in_rows:
-            raise ValueError(
-                f"logits must be fp32 [sequences, columns] in rows, got {logits.dtype} "
-                f"{list(logits.shape)}"
-            )
-        sequences, columns = logits.shape
-        size = columns if vocab_size is None else min(vocab_size, columns)
-        if size < 1:
-            raise ValueError(f"no column counts: {columns} columns, vocab_size {vocab_size}")
+        size = columns_that_count(logits, vocab_size)
+        sequences = len(logits)
         return _Choice(
             logits=logits,
             size=size,

@@ -2,7 +2,8 @@
 
 Here live the parameters and how they are resolved, one pure function per filter, and the sampler
 that applies them to one sequence. Nothing here knows text, stop conditions or other sequences.
-Adding a filter means editing only this file; importing it does not load torch.
+Importing it does not load torch. What this defines, `qinfer.ops.draws` does where the logits are,
+but for the penalties, which look back: a filter belongs here and there.
 
 Filters take and return fp32 logits on the CPU, of which each row must have a finite value; removed
 tokens are -inf. The penalties work on one sequence, `[vocab]`; the others on any leading axes,

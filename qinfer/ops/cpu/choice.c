@@ -32,6 +32,8 @@ typedef struct {
 typedef struct {
     int32_t *id, *depth; /* depth: its bits, which order like it */
     int64_t *mass;
+    int32_t *place; /* to search in, and the amounts there */
+    int64_t *amount;
     int64_t count, room;
 } list;
 
@@ -47,12 +49,6 @@ static int32_t rank_of(float x)
 {
     const int32_t bits = bits_of(x == 0 ? 0 : x);
     return -(bits < 0 ? bits ^ INT32_MAX : bits);
-}
-
-/* Not negative zero, either. */
-static float depth_of(const row *r, float x)
-{
-    return fabsf((r->peak - x) / r->temperature);
 }
 
 static int64_t row_mass(const row *r)
@@ -78,21 +74,29 @@ static int64_t collect(const row *r, float reach, list *few)
 {
     /* What is below this is out of reach, however depths are rounded. */
     const float least = r->peak - reach * r->temperature * (1 + 0x1p-20f) - fabsf(r->peak) * 0x1p-20f;
+    const int32_t most = bits_of(reach);
+    int32_t depth[SPAN];
     few->count = 0;
     for (int64_t i = 0; (i = CHOOSE(find)(r->x, i, r->count, least)) < r->count; i += SPAN) {
         if (!has_room(few, few->count + SPAN))
             return -1;
-        for (int64_t j = i; j < smaller(i + SPAN, r->count); j++) {
-            const float depth = depth_of(r, r->x[j]);
-            few->id[few->count] = (int32_t)j;
-            few->depth[few->count] = bits_of(depth);
-            few->count += depth <= reach;
+        const int64_t size = smaller(SPAN, r->count - i);
+        CHOOSE(depths_of)(r->x + i, size, r->peak, r->temperature, depth);
+        for (int64_t j = 0; j < size; j++) {
+            few->id[few->count] = (int32_t)(i + j);
+            few->depth[few->count] = depth[j];
+            few->count += depth[j] <= most;
         }
     }
-    free(few->mass);
-    few->mass = malloc((size_t)(few->count + 8) * sizeof *few->mass);
-    if (!few->mass || !has_room(few, few->count + 8))
+    if (!has_room(few, few->count + 8))
         return -1;
+    free(few->mass);
+    free(few->place);
+    few->mass = malloc((size_t)few->room * 2 * sizeof *few->mass);
+    few->place = malloc((size_t)few->room * sizeof *few->place);
+    if (!few->mass || !few->place)
+        return -1;
+    few->amount = few->mass + few->room;
     memset(few->depth + few->count, 0, 8 * sizeof *few->depth);
     CHOOSE(masses)(few->depth, few->count, few->mass);
     int64_t total = 0;
@@ -101,48 +105,55 @@ static int64_t collect(const row *r, float reach, list *few)
     return total;
 }
 
-/* The place down to which the listed have an amount in all: of mass, or of tokens where that is NULL. */
-static int64_t search(const int32_t *place, const int64_t *mass, int64_t count, int64_t needed)
+/* The place down to which numbers have this amount in all; beyond them if they have less. By bisection between
+ * numbers that there are, with those on the wrong side left out. Reorders both arrays. */
+static int64_t search(int32_t *place, int64_t *amount, int64_t count, int64_t needed)
 {
     int64_t low = INT32_MIN, high = INT32_MAX;
     while (low < high) {
         const int64_t middle = low + (high - low) / 2;
-        int64_t sum = 0, last = INT32_MIN, next = INT32_MAX;
+        int64_t before = 0, sum = 0, last = INT32_MIN, next = INT32_MAX;
         for (int64_t i = 0; i < count; i++) {
-            if (place[i] <= middle) {
-                sum += mass ? mass[i] : 1;
-                last = larger(last, place[i]);
+            const int32_t p = place[i];
+            const int64_t a = amount[i];
+            if (p <= middle) {
+                last = larger(last, p);
+                sum += a;
+                place[i] = place[before], amount[i] = amount[before];
+                place[before] = p, amount[before++] = a;
             } else {
-                next = smaller(next, place[i]);
+                next = smaller(next, p);
             }
         }
-        if (sum >= needed)
+        if (sum >= needed) {
             high = last;
-        else
+            count = before;
+        } else {
             low = next;
+            needed -= sum;
+            place += before, amount += before, count -= before;
+        }
     }
     return low;
 }
 
-/* Drop what is not among the k likeliest, but not their equals; the mass that is left, -1 if out of memory. */
+/* Drop what is not among the k likeliest, but not their equals; the mass that is left. */
 static int64_t keep_top_k(const row *r, list *few, int64_t k)
 {
-    int32_t *rank = calloc((size_t)few->count + 1, sizeof *rank);
-    if (!rank)
-        return -1;
-    for (int64_t i = 0; i < few->count; i++)
-        rank[i] = rank_of(r->x[few->id[i]]);
-    const int64_t limit = search(rank, NULL, few->count, k);
+    for (int64_t i = 0; i < few->count; i++) {
+        few->place[i] = rank_of(r->x[few->id[i]]);
+        few->amount[i] = 1;
+    }
+    const int64_t limit = search(few->place, few->amount, few->count, k);
     int64_t kept = 0, total = 0;
     for (int64_t i = 0; i < few->count; i++) {
-        if (rank[i] > limit)
+        if (rank_of(r->x[few->id[i]]) > limit)
             continue;
         few->id[kept] = few->id[i];
         few->depth[kept] = few->depth[i];
         few->mass[kept] = few->mass[i];
         total += few->mass[kept++];
     }
-    free(rank);
     few->count = kept;
     return total;
 }
@@ -171,9 +182,8 @@ static int64_t draw_from_all(const row *r, double uniform)
         }
         int32_t depth[PIECE];
         int64_t mass[PIECE], j = 0;
-        for (int64_t k = 0; k < PIECE; k++)
-            depth[k] = bits_of(k < size ? depth_of(r, r->x[i + k]) : INFINITY);
-        CHOOSE(masses)(depth, PIECE, mass);
+        CHOOSE(depths_of)(r->x + i, size, r->peak, r->temperature, depth);
+        CHOOSE(masses)(depth, size, mass);
         while (mass[j] <= left)
             left -= mass[j++];
         return i + j;
@@ -198,8 +208,12 @@ static int64_t draw_from(const list *few, int64_t limit, int64_t ties, int64_t t
 /* What is listed down to this mass, and to this logarithm of a probability; and a draw. */
 static int64_t draw_filtered(const list *few, int64_t needed, float floor, double uniform)
 {
-    const int64_t reached =
-        needed == INT64_MAX ? INT32_MAX : search(few->depth, few->mass, few->count, needed);
+    int64_t reached = INT32_MAX;
+    if (needed < INT64_MAX) {
+        memcpy(few->place, few->depth, (size_t)few->count * sizeof *few->place);
+        memcpy(few->amount, few->mass, (size_t)few->count * sizeof *few->amount);
+        reached = search(few->place, few->amount, few->count, needed);
+    }
     const int64_t lowest = bits_of(0 - floor), limit = smaller(reached, lowest);
     int64_t above = 0, each = 0, ties = 0;
     for (int64_t i = 0; i < few->count; i++) {
@@ -225,7 +239,7 @@ static int64_t draw(const row *r, const double *settings, double uniform)
         return draw_from_all(r, uniform);
     int64_t needed = top_p < 1 && !top_k ? share(top_p, row_mass(r)) : 0, total = 0;
     list few = {0};
-    for (float reach = 4; reach <= 16; reach *= 2) {
+    for (float reach = 8; reach <= 16; reach *= 2) {
         total = collect(r, reach, &few);
         if (total < 0 || (top_k ? few.count >= top_k : top_p < 1 ? total >= needed : -floor <= reach))
             break;
@@ -242,6 +256,7 @@ static int64_t draw(const row *r, const double *settings, double uniform)
     free(few.id);
     free(few.depth);
     free(few.mass);
+    free(few.place);
     return token;
 }
 

@@ -2,6 +2,16 @@
  *
  * A mass is e^-depth in units of 2^-40, cut to an integer: 20 bits of it, and the 20 bits below. */
 
+/* Of 8 logits or fewer, the rest infinite; never negative zero. */
+INLINE v8 VARIANT(depths)(const float *x, int64_t count, float peak, float temperature)
+{
+    float part[8];
+    for (int j = 0; count < 8 && j < 8; j++)
+        part[j] = j < count ? x[j] : -INFINITY;
+    const v8 depth = (peak - VARIANT(load)(count < 8 ? part : x)) / temperature;
+    return (v8)((v8i)depth & INT32_MAX);
+}
+
 INLINE void VARIANT(mass)(v8 depth, v8i *high, v8i *low)
 {
     const v8 scaled = VARIANT(exp)(-depth) * 0x1p20f;
@@ -15,10 +25,7 @@ static int64_t VARIANT(mass_of)(const float *x, int64_t count, float peak, float
     v8i high = {0}, low = {0};
     for (int64_t i = 0; i < count; i += 8) {
         v8i h, l;
-        float part[8];
-        for (int j = 0; i + 8 > count && j < 8; j++)
-            part[j] = i + j < count ? x[i + j] : -INFINITY;
-        VARIANT(mass)((peak - VARIANT(load)(i + 8 > count ? part : x + i)) / temperature, &h, &l);
+        VARIANT(mass)(VARIANT(depths)(x + i, count - i, peak, temperature), &h, &l);
         high += h;
         low += l;
     }
@@ -26,6 +33,13 @@ static int64_t VARIANT(mass_of)(const float *x, int64_t count, float peak, float
     for (int j = 0; j < 8; j++)
         total += ((int64_t)high[j] << 20) + low[j];
     return total;
+}
+
+/* The bits of depths; `depth` has room for a multiple of 8. */
+static void VARIANT(depths_of)(const float *x, int64_t count, float peak, float temperature, int32_t *depth)
+{
+    for (int64_t i = 0; i < count; i += 8)
+        VARIANT(store)((float *)(depth + i), VARIANT(depths)(x + i, count - i, peak, temperature));
 }
 
 /* Masses of depths, whose bits are given. Both arrays have room for a multiple of 8. */

@@ -180,6 +180,58 @@ def test_drawn_tokens_are_those_of_the_reference(
     assert all(0 <= token < columns for token in found[0])
 
 
+ALL = {"temperature": 1.0, "top_p": None}
+LAST = 1 - 2**-53
+
+
+@pytest.mark.parametrize(
+    ("logits", "params", "uniform", "expected"),
+    [
+        pytest.param([0.0, -0.0, 0.0, -0.0, -1.0], ALL | {"top_k": 2}, 0.99, 3, id="signed zeros"),
+        pytest.param(
+            [1.0] * 10, {"temperature": 1.0, "top_p": 0.25}, LAST, 2, id="ties rounded up"
+        ),
+        pytest.param(
+            [1.0, 2.0, 4.0, 2.0], {"temperature": 1.0, "top_p": 0.0}, LAST, 2, id="top_p 0"
+        ),
+        pytest.param(
+            [1.0] * 8 + [0.0] * 4,
+            {"temperature": 1.0, "top_p": 0.25, "min_p": 1.0},
+            LAST,
+            2,
+            id="top_p and min_p at the same depth",
+        ),
+        pytest.param(
+            [-i / 10 for i in range(8)],
+            {"temperature": 0.01, "top_k": 5, "top_p": 0.5},
+            LAST,
+            0,
+            id="the k-th is beyond what top_p needs",
+        ),
+        pytest.param(
+            [1.0] * 2500, {"temperature": 1.0, "top_p": 0.6}, LAST, 1499, id="ties over blocks"
+        ),
+        pytest.param(
+            [-2.0 * i for i in range(30)],
+            {"temperature": 20.0, "top_p": None, "top_k": 20},
+            LAST,
+            19,
+            id="the k-th is far below the peak",
+        ),
+        pytest.param(
+            [0.0] + [-15.0] * 100_000, ALL, 0.99, 66_310, id="what is unlikely one by one"
+        ),
+        pytest.param([0.0, 1.0, 1.0, 1.0], ALL | {"temperature": 5e-324}, 0.9, 3, id="nearly 0"),
+        pytest.param([0.0, 1.0, 1.0], ALL | {"top_k": 10**400}, LAST, 2, id="a huge top_k"),
+    ],
+)
+def test_drawn_by_hand(choose, logits, params, uniform, expected):
+    rows = [(SamplingParams(**params), uniform)]
+    (found, _), (reference, _) = draw(torch.tensor([logits]), rows, choose)
+    assert reference == pytest.approx([expected], abs=20 if expected > 60_000 else 0)
+    assert found == pytest.approx(reference, abs=1 if expected > 60_000 else 0)
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -4,6 +4,7 @@ On a CPU it is one call, on a GPU it is captured.
 """
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -231,6 +232,93 @@ def test_nan_is_noticed_and_blamed(tiny_model, kind):
     for sequence in sequences:
         assert sequence.finish_reason == "error"
         assert "layer 1" in str(sequence.error)
+
+
+@EITHER
+def test_choices_of_several_prompts_do_not_swap_their_logits(tiny_model, kind):
+    directory = tiny_model("llama")
+    jobs = [
+        (prompt(5 + i, i), SamplingParams(temperature=1.0, seed=10 * i + j), 12)
+        for i in range(2)
+        for j in range(3)
+    ]
+    alone = [run(flexible(directory), [job])[0] for job in jobs]
+    assert run(engine_of(directory, kind()), jobs) == alone
+
+
+@EITHER
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALIZED])
+def test_padding_of_the_vocabulary_is_never_chosen(tiny_model, kind, params):
+    directory, known = tiny_model("llama"), 40
+
+    def tokens(engine):
+        engine.vocab_size = known
+        if engine.decoding is not None:
+            engine.decoding.vocab_size = known
+        return run(engine, [(prompt(5, i), params, 20) for i in range(3)])
+
+    expected = tokens(flexible(directory))
+    assert all(max(ids[5:]) < known for ids in expected)
+    assert expected != run(flexible(directory), [(prompt(5, i), params, 20) for i in range(3)])
+    assert tokens(engine_of(directory, kind())) == expected
+
+
+@EITHER
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_nan_in_a_prompt_is_noticed(tiny_model, kind, params):
+    engine = engine_of(tiny_model("llama"), kind())
+    engine.decoder.blocks[1].parameters.attention_norm.weight.fill_(float("nan"))
+    sequence = engine.add(JOBS[0][0], params, 5)
+    assert engine.step() == [sequence]
+    assert (sequence.new_tokens, sequence.finish_reason) == (0, "error")
+    assert "layer 1" in str(sequence.error)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_memory_that_runs_out_while_tokens_are_drawn_changes_none(tiny_model, monkeypatch, at):
+    directory = tiny_model("llama")
+    jobs = [(prompt(5, 0), SamplingParams(temperature=1.0, seed=i), 6) for i in range(3)]
+    expected = run(flexible(directory), jobs)
+    engine = engine_of(directory, FixedOps(), max_sequences=4)
+    draw, calls, warnings = engine.decoder.ops.draw, itertools.count(1), []
+    engine.warn = warnings.append
+
+    def failing(*arguments):
+        if next(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return draw(*arguments)
+
+    monkeypatch.setattr(engine.decoder.ops, "draw", failing)
+    sequences = [engine.add(*job) for job in jobs]
+    for _ in range(50):
+        engine.step()
+    assert [sequence.token_ids for sequence in sequences] == expected
+    assert len(warnings) == 1
+
+
+def test_who_ends_in_a_step_that_then_runs_out_of_memory_is_returned(tiny_model, monkeypatch):
+    engine = engine_of(tiny_model("llama"), FixedOps(), max_sequences=4)
+    first, second = (engine.add(prompt(5, i), SEEDED, 3 + 6 * i) for i in range(2))
+    for _ in range(2):
+        engine.step()
+    draw = engine.decoder.ops.draw
+
+    def broken(*arguments):
+        tokens, _ = draw(*arguments)
+        return tokens, torch.tensor([False, True])
+
+    def replay(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    engine._ahead = None
+    monkeypatch.setattr(engine.decoder.ops, "draw", broken)
+    monkeypatch.setattr(engine, "_replay", replay)
+    assert engine.step() == [first]
+    assert first.finish_reason == "length"
+    monkeypatch.undo()
+    while engine.stats.waiting or engine.stats.running:
+        engine.step()
+    assert second.finish_reason == "length"
 
 
 def test_where_capturing_fails_a_warning_says_so_and_it_goes_on(tiny_model, monkeypatch):

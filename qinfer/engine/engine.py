@@ -97,6 +97,7 @@ class Engine:
         self.decoding: Decoding | None = None
         self.warn: Callable[[str], None] = lambda message: None
         self._ahead: Flight | None = None
+        self._advanced: list[Sequence] = []  # in this step
         self._reused_tokens = 0
         self._last_added: Sequence | None = None
 
@@ -172,30 +173,32 @@ class Engine:
         if not chunks:
             return []
         self._note_start(chunks)
+        self._advanced = []
         try:
             if self.decoding is not None and self._is_decoding(chunks):
-                return self._decode(self.decoding, chunks)
-            with self.decoder.ops.forward_pass(sum(chunk.tokens for chunk in chunks)):
-                return self._advance(chunks)
+                self._decode(self.decoding, chunks)
+            else:
+                with self.decoder.ops.forward_pass(sum(chunk.tokens for chunk in chunks)):
+                    self._advance(chunks)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            return self._give_way(chunks)
+            self._give_way(chunks)
+        return self._advanced
 
-    def _advance(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
+    def _advance(self, chunks: SequenceOf[Chunk]) -> None:
         """Run any chunks."""
         self._ahead = None
         ready = [i for i, c in enumerate(chunks) if c.tokens == c.sequence.pending_tokens]
         logits = self._run(chunks, ready)
         for sequence, count, _ in chunks:
             self._store(sequence, sequence.computed_tokens + count)
-        advanced, rows = [], []
+        sequences, rows = [], []
         for row, i in enumerate(ready):
             forked = [*self._fork(chunks[i].sequence), chunks[i].sequence]
-            advanced += forked
+            sequences += forked
             rows += [row] * len(forked)
-        self._choose(advanced, logits, rows)
-        return advanced
+        self._choose(sequences, logits, rows)
 
     def _choose(
         self, sequences: SequenceOf[Sequence], logits: Tensor, rows: SequenceOf[int]
@@ -220,7 +223,7 @@ class Engine:
     def _is_decoding(self, chunks: SequenceOf[Chunk]) -> bool:
         return all(c.sequence.pending_tokens == 1 and not c.sequence.followers for c in chunks)
 
-    def _decode(self, decoding: Decoding, chunks: SequenceOf[Chunk]) -> list[Sequence]:
+    def _decode(self, decoding: Decoding, chunks: SequenceOf[Chunk]) -> None:
         """Run one token of each sequence, launched in the step before if that could foresee it."""
         sequences = [chunk.sequence for chunk in chunks]
         on_host = [i for i, s in enumerate(sequences) if not decoding.chooses_for(s)]
@@ -243,7 +246,6 @@ class Engine:
         for i, token in enumerate(flight.tokens()):
             if i not in on_host:
                 self._accept(sequences[i], token)
-        return sequences
 
     def _accept(self, sequence: Sequence, token: int | None) -> None:
         """Take what a step chose; None if there was nothing to choose from."""
@@ -335,16 +337,21 @@ class Engine:
         self._note_progress(sequence)
 
     def _note_progress(self, sequence: Sequence) -> None:
+        self._advanced.append(sequence)
         sequence.last_token_s = time.perf_counter()
         if sequence.first_token_s is None:
             sequence.first_token_s = sequence.last_token_s
         if sequence.finish_reason is not None:
             self.scheduler.remove(sequence)
 
-    def _give_way(self, chunks: SequenceOf[Chunk]) -> list[Sequence]:
-        """The device is out of memory: run less at once, or give a sequence up."""
+    def _give_way(self, chunks: SequenceOf[Chunk]) -> None:
+        """The device is out of memory: run less at once, or give a sequence up.
+
+        Some may have advanced or ended before that, and others have been forked.
+        """
         scheduler = self.scheduler
-        for sequence, _, _ in reversed(chunks):
+        self._ahead = None
+        for sequence in reversed(list(scheduler.running)):
             scheduler.preempt(sequence)
         if scheduler.max_sequences > 1 or scheduler.step_tokens > _LEAST_STEP_TOKENS:
             scheduler.max_sequences = max(scheduler.max_sequences // 2, 1)
@@ -355,16 +362,16 @@ class Engine:
                 f"out of memory; going on with {scheduler.max_sequences} sequences and "
                 f"{scheduler.step_tokens} tokens at once"
             )
-            return []
-        sequence = chunks[0].sequence
-        self._fail(
-            sequence,
-            QInferError(
-                "out of memory with one sequence running",
-                hint="Lower --ctx-size or --kv-bits, or use a smaller model.",
-            ),
-        )
-        return [sequence]
+            return
+        unfinished = [c.sequence for c in chunks if c.sequence.finish_reason is None]
+        for sequence in unfinished[:1]:
+            self._fail(
+                sequence,
+                QInferError(
+                    "out of memory with one sequence running",
+                    hint="Lower --ctx-size or --kv-bits, or use a smaller model.",
+                ),
+            )
 
     def _blame(self, sequence: Sequence) -> NumericsError:
         """Run a sequence again whose logits were not finite, and name where that began."""

@@ -70,10 +70,13 @@ class Draws:
     def row(
         temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
     ) -> tuple[float, float, float, float]:
-        """The first columns for parameters of which None is off, as in `SamplingParams`."""
+        """The first columns for parameters of which None is off, as in `SamplingParams`.
+
+        They fit the types that kernels read them in.
+        """
         return (
-            temperature,
-            top_k or 0,
+            max(temperature, LEAST_TEMPERATURE) if temperature else 0.0,
+            min(top_k or 0, 2**31 - 1),
             1.0 if top_p is None else top_p,
             -math.inf if min_p is None else math.log(min_p),
         )

@@ -108,6 +108,8 @@ def test_what_the_blocks_share_is_one_product(converted):
         assert isinstance(joined.weight, AffineWeight)
         heads = config.num_attention_heads + 2 * config.num_key_value_heads
         assert joined.weight.shape == (heads * config.head_dim, config.hidden_size)
+        (joined,) = block.parameters.gate_up
+        assert joined.weight.shape == (2 * config.intermediate_size, config.hidden_size)
 
 
 def test_biases_of_what_is_joined_are_joined(converted):

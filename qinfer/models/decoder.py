@@ -73,6 +73,7 @@ class _Loader:
         config, arch = self.config, self.arch
         block, hidden = f"{self.prefix}{arch.layers}.{layer}.", config.hidden_size
         head_dim, qk_norm = config.head_dim, config.qk_norm
+        gate_up = [self.linear(block, name) for name in (arch.gate, arch.up) if name is not None]
         return BlockParameters(
             attention_norm=self.norm(block + arch.attention_norm, hidden),
             qkv=self.ops.join([self.linear(block, name) for name in arch.qkv]),
@@ -80,8 +81,8 @@ class _Loader:
             k_norm=self.norm(block + arch.k_norm, head_dim) if qk_norm else None,
             output=self.linear(block, arch.output),
             mlp_norm=self.norm(block + arch.mlp_norm, hidden),
-            gate=self.linear(block, arch.gate) if arch.gate is not None else None,
-            up=self.linear(block, arch.up),
+            gate_up=self.ops.join(gate_up) if len(gate_up) > 1 else gate_up,
+            is_gated=arch.gate is not None,
             down=self.linear(block, arch.down),
             activation=config.hidden_act,
             heads=config.num_attention_heads,
@@ -130,10 +131,10 @@ class Block:
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Two or, with a gate, three projections around a nonlinearity."""
         p = self.parameters
-        up = self._project(x, p.up)
-        if p.gate is None:
-            return self._project(self.ops.activation(up, p.activation), p.down)
-        gate = self._project(x, p.gate)
+        parts = [self._project(x, projection) for projection in p.gate_up]
+        if not p.is_gated:
+            return self._project(self.ops.activation(parts[0], p.activation), p.down)
+        gate, up = parts if len(parts) > 1 else parts[0].chunk(2, dim=-1)
         return self._project(self.ops.gated_activation(gate, up, p.activation), p.down)
 
     def _project(self, x: Tensor, projection: Projection) -> Tensor:

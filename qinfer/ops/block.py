@@ -86,8 +86,9 @@ class BlockParameters:
         k_norm: Of each head of keys.
         output: Behind attention.
         mlp_norm: Before the MLP.
-        gate: What `up` is multiplied with behind the activation; without it that acts on `up`.
-        up: First layer of the MLP.
+        gate_up: First layer of the MLP: its gate and what that is multiplied with behind the
+            activation; or one for both, in this order. Without a gate, what is activated.
+        is_gated: Whether there is a gate.
         down: Last layer of the MLP.
         activation: One of `qinfer.config.ACTIVATIONS`.
         heads: Of queries.
@@ -103,8 +104,8 @@ class BlockParameters:
     k_norm: Norm | None
     output: Projection
     mlp_norm: Norm
-    gate: Projection | None
-    up: Projection
+    gate_up: Sequence[Projection]
+    is_gated: bool
     down: Projection
     activation: str
     heads: int

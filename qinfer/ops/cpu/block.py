@@ -101,8 +101,8 @@ def native_blocks(
 ) -> NativeBlocks | None:
     """Blocks in one call, if the kernels take all of their weights."""
     for p in parameters:
-        parts = [*p.qkv, p.output, p.gate, p.up, p.down]
-        if not all(isinstance(q.weight, NativeWeight) for q in parts if q is not None):
+        parts = [*p.qkv, p.output, *p.gate_up, p.down]
+        if not all(isinstance(q.weight, NativeWeight) for q in parts):
             return None
     return NativeBlocks(library, parameters, norm, workspace, threads)
 
@@ -123,8 +123,8 @@ def _describe(p: BlockParameters) -> kernels.Block:
         mlp_norm=_norm(p.mlp_norm),
         qkv=tuple(_projection(q) for q in p.qkv),
         output=_projection(p.output),
-        gate=_projection(p.gate),
-        up=_projection(p.up),
+        gate=_projection(p.gate_up[0] if p.is_gated else None),
+        up=_projection(p.gate_up[-1]),
         down=_projection(p.down),
     )
 

@@ -66,10 +66,11 @@ class FusedBlocks:
 
     def _inner(self, x: Tensor, p: BlockParameters) -> Tensor:
         """The MLP up to its last projection."""
-        up = self._project(x, p.up)
-        if p.gate is None:
-            return rows.activation(up, p.activation)
-        return rows.gated_activation(self._project(x, p.gate), up, p.activation)
+        parts = [self._project(x, part) for part in p.gate_up]
+        if not p.is_gated:
+            return rows.activation(parts[0], p.activation)
+        gate, up = parts if len(parts) > 1 else parts[0].chunk(2, dim=-1)
+        return rows.gated_activation(gate, up, p.activation)
 
     def _project(
         self, x: Tensor, projection: Projection, *, out_dtype: torch.dtype | None = None

@@ -24,7 +24,8 @@ def compile_c(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def compile_plain(path: Path) -> None:
-    """Write a library of the C code that a machine without AVX2 runs."""
-    done = compile_c("-O2", "-DQINFER_PLAIN", "-shared", "-fPIC", *SOURCES, "-o", path)
+def compile_plain(path: Path, *names: str) -> None:
+    """Write a library of the C code that a machine without AVX2 runs; all of it, or some files."""
+    sources = [DIRECTORY / name for name in names] or SOURCES
+    done = compile_c("-O2", "-DQINFER_PLAIN", "-shared", "-fPIC", *sources, "-o", path)
     assert done.returncode == 0, done.stderr

@@ -74,7 +74,9 @@ def test_shared_memory_fits(usages):
 def test_weights_of_few_tokens_do_not_go_through_shared_memory(usages):
     chosen = [u for u in usages if u["name"].startswith("gemv")]
     assert chosen
-    assert not names(chosen, lambda u: u["barriers"] > 6)  # where sums are combined
+    assert not names(
+        chosen, lambda u: u["barriers"] > 8
+    )  # of the pipeline, and where sums are combined
 
 
 def test_kernels_that_read_much_load_128_bits_at_a_time(usages):

@@ -30,8 +30,9 @@ def to_float32(data: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def correct_bfloat16() -> Iterator[None]:
-    """Replaces the interpreter's conversion and its product."""
+    """Replaces the interpreter's conversion, its product and its arithmetic."""
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    binary = interpreter.InterpreterBuilder.binary_op
 
     def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         if source == tl.float32 and target == tl.bfloat16:
@@ -41,6 +42,14 @@ def correct_bfloat16() -> Iterator[None]:
     def create_dot(self: Any, a: Any, b: Any, *arguments: Any) -> Any:
         return dot(self, widened(a), widened(b), *arguments)
 
+    def binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16 or b.dtype.scalar != tl.bfloat16:
+            return binary(self, a, b, op)
+        result = op(to_float32(a.data), to_float32(b.data))
+        if result.dtype == np.bool_:
+            return binary(self, widened(a), widened(b), op)
+        return interpreter.TensorHandle(to_bfloat16(result), tl.bfloat16)
+
     def widened(operand: Any) -> Any:
         if operand.dtype.scalar != tl.bfloat16:
             return operand
@@ -49,4 +58,5 @@ def correct_bfloat16() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert_float)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        patch.setattr(interpreter.InterpreterBuilder, "binary_op", binary_op)
         yield

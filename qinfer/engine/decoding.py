@@ -27,7 +27,8 @@ from qinfer.ops.paged import Batch
 from qinfer.quant.kv import BLOCK_TOKENS
 from qinfer.sampling import Sampler
 
-_LEAST_WIDTH = 64  # of a block table: 2,048 tokens
+_WIDTHS = (8, 64)
+"""Least ones of a block table: 256 tokens, which attention takes at once, and 2,048."""
 
 
 @dataclass(slots=True)
@@ -152,7 +153,7 @@ class Decoding:
             for s, p in zip(sequences, positions, strict=True)
         ]
         lengths = [max(map(len, tables)) for tables in zip(*(row[3] for row in rows), strict=True)]
-        widths = tuple(max(_power(n), _LEAST_WIDTH) for n in lengths)
+        widths = tuple(map(_width, lengths))
         drawn = any(self.chooses_for(s) and not s.sampler.is_greedy for s in sequences)
         kept = self._queues and not all(map(self.chooses_for, sequences))
         size = _power(len(rows)) if self._queues else len(rows)
@@ -427,6 +428,11 @@ def _set_draws(
 
 def _sound(tokens: SequenceOf[int], broken: SequenceOf[int]) -> list[int | None]:
     return [None if bad else token for token, bad in zip(tokens, broken, strict=True)]
+
+
+def _width(blocks: int) -> int:
+    """Of a table that holds so many."""
+    return next((width for width in _WIDTHS if blocks <= width), _power(blocks))
 
 
 def _power(n: int) -> int:

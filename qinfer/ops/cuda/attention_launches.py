@@ -24,7 +24,7 @@ from qinfer.quant.kv import BLOCK_TOKENS, KVSide, value_group
 SPLIT_BLOCKS = 8
 """Blocks of 32 tokens that one program of a decode step attends to."""
 
-_MERGED_SPLITS = 8  # at a time
+_MERGED_SPLITS = 32  # at a time
 _FEW_ROWS, _MANY_ROWS = 32, 128  # of a tile: what fits the registers without spilling
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -209,6 +209,7 @@ class Call:
                     "SPLIT": SPLIT_BLOCKS,
                 },
             ),
+            num_warps=2,  # more would wait for one another in each block, and be fewer programs
             num_stages=5,
         )
 

@@ -11,6 +11,7 @@ from qinfer.ops.block import BlockParameters, Norm, Projection, Rotation
 from qinfer.ops.cuda import attention, rows
 from qinfer.ops.cuda.attention_launches import Preparation
 from qinfer.ops.paged import Batch, KVLayer
+from qinfer.quant.weights import DenseWeight
 
 
 class FusedBlocks:
@@ -75,4 +76,6 @@ class FusedBlocks:
     def _project(
         self, x: Tensor, projection: Projection, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
+        if isinstance(projection.weight, DenseWeight):
+            out_dtype = None  # the library has rounded its sums; to widen them is a launch more
         return self._linear(x, projection.weight, projection.bias, out_dtype=out_dtype)

@@ -29,8 +29,9 @@ from qinfer.ops.cuda import linear_kernels
 from qinfer.ops.cuda.compilation import Compilation
 from qinfer.quant.weights import AffineWeight, Weight
 
-# `gemv` takes 3.1 instructions a weight to dequantize and one more for each row; a program of 4
-# rows of the weight spends 1 to 2 on the values of x. `gemm` takes 6.2 for up to 16 rows.
+# `gemv` takes 1.5 instructions a weight to dequantize and one more for each row; a program of 4
+# rows of the weight spends 1 to 2 on the values of x. `gemm` takes 3.5 for up to 16 rows, or 6.2
+# of 8 bits.
 GEMV_ROWS = 2
 # Per weight, on an H200 by calculation: dequantizing to memory and back is 4.5 bytes, 0.9 ps; the
 # library's product is 2 flop a row, 0.0025 ps; `gemm` dequantizes anew for every 64 rows with 7.5
@@ -140,9 +141,10 @@ def _gemv(x: Tensor, weight: AffineWeight, bias: Tensor | None, y: Tensor) -> Te
     rows, (outputs, columns) = x.shape[0], weight.shape
     per_chunk = 4 * (32 // weight.bits)
     chunks = -(-columns // per_chunk)
-    warps = _gemv_warps(chunks)
     block_n = 8 if outputs >= 8 * 3 * _processors(x.device) else 4
-    blocks, steps = -(-outputs // block_n), -(-chunks // (32 * warps))
+    blocks = -(-outputs // block_n)
+    warps = _gemv_warps(chunks, blocks, x.device)
+    steps = -(-chunks // (32 * warps))
     splits, steps_each = _split(blocks, steps, 2 * _processors(x.device))
     target, last_bias = _target(y, bias, splits)
     linear_kernels.gemv[(blocks, splits)](
@@ -156,7 +158,6 @@ def _gemv(x: Tensor, weight: AffineWeight, bias: Tensor | None, y: Tensor) -> Te
         outputs,
         columns,
         steps_each * 32 * warps,
-        linear_kernels.EXPONENT.value,
         BITS=weight.bits,
         GROUP=_group(weight),
         ROWS=1 << (rows - 1).bit_length(),
@@ -168,14 +169,13 @@ def _gemv(x: Tensor, weight: AffineWeight, bias: Tensor | None, y: Tensor) -> Te
     return _combine(target, bias, y, splits)
 
 
-def _gemv_warps(chunks: int) -> int:
-    """As many threads side by side on a row as leave few of them without work."""
+def _gemv_warps(chunks: int, blocks: int, device: torch.device) -> int:
+    """Threads side by side on a row: two warps if few of them are without work then, or one.
 
-    def padded(warps: int) -> int:
-        return -(-chunks // (32 * warps)) * 32 * warps
-
-    fewest = min(padded(warps) for warps in (4, 2, 1))
-    return next(warps for warps in (4, 2, 1) if padded(warps) <= 1.1 * fewest)
+    Of many programs one is enough: none waits for another where sums are combined.
+    """
+    padded = -(-chunks // 64) * 64
+    return 1 if blocks >= 16 * _processors(device) or padded > 1.1 * (-(-chunks // 32) * 32) else 2
 
 
 def _gemm(x: Tensor, weight: AffineWeight, bias: Tensor | None, y: Tensor) -> Tensor:
@@ -202,6 +202,7 @@ def _gemm(x: Tensor, weight: AffineWeight, bias: Tensor | None, y: Tensor) -> Te
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.columns,
         MULTIPLE=next(size for size in (tile.columns, 32, 1) if columns % size == 0),
+        PAIRS=weight.bits == 4 and _has_tensor_cores_of_8(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -276,6 +277,11 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def _has_tensor_cores_of_8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def compilations() -> list[Compilation]:
     """Every kernel in the configurations that models use most."""
     return [
@@ -294,18 +300,20 @@ def compilations() -> list[Compilation]:
 
 
 _GEMV_KINDS = (  # dtype of x, bits, group size, zero points, rows, BLOCK_N, warps
-    ("bf16", 4, 32, False, 1, 8, 4),
-    ("bf16", 4, 128, False, 1, 8, 4),
-    ("bf16", 4, 128, False, 1, 4, 4),
+    ("bf16", 4, 32, False, 1, 8, 2),
+    ("bf16", 4, 64, False, 1, 8, 1),
+    ("bf16", 4, 128, False, 1, 8, 2),
     ("bf16", 4, 128, False, 1, 4, 2),
-    ("bf16", 4, 128, True, 1, 8, 4),
-    ("fp16", 4, 64, False, 1, 8, 4),
-    ("bf16", 4, 128, False, 2, 8, 4),
-    ("bf16", 4, 128, False, 2, 4, 4),
-    ("bf16", 8, 0, False, 1, 8, 4),
-    ("bf16", 8, 0, False, 1, 4, 4),
-    ("bf16", 8, 0, False, 2, 8, 4),
-    ("bf16", 8, 128, False, 1, 8, 4),
+    ("bf16", 4, 128, False, 1, 4, 1),
+    ("bf16", 4, 128, True, 1, 8, 2),
+    ("fp16", 4, 64, False, 1, 8, 2),
+    ("bf16", 4, 128, False, 2, 8, 2),
+    ("bf16", 4, 128, False, 2, 4, 2),
+    ("bf16", 8, 0, False, 1, 8, 1),
+    ("bf16", 8, 0, False, 1, 8, 2),
+    ("bf16", 8, 0, False, 1, 4, 2),
+    ("bf16", 8, 0, False, 2, 8, 2),
+    ("bf16", 8, 128, False, 1, 8, 2),
 )
 _GEMM_KINDS = (  # dtype of x, bits, group size, zero points
     ("bf16", 4, 32, False),
@@ -345,6 +353,7 @@ def _gemm_compilation(
         "BLOCK_N": tile.outputs,
         "BLOCK_K": tile.columns,
         "MULTIPLE": tile.columns if whole_tiles else 32,
+        "PAIRS": bits == 4,
     }
     return _compilation(
         f"gemm-{tile.rows}-{kind}{'' if whole_tiles else '-masked'}",

@@ -2,13 +2,13 @@
 
 They read integers in the layout of the checkpoint, see `qinfer.quant.affine`: N rows of int32
 words, `32 / bits` values each. A value becomes a float without a conversion instruction, which
-would run at a quarter of the speed of the others: its bits are masked where they are and an
-exponent is put above them. As fp32, bits `p` and up of the mantissa of `2^(23-p)` are worth 1 and
-up, so the result is `2^(23-p) + code`, and subtracting `2^(23-p) + 2^(bits-1)` gives q exactly.
+would run at a quarter of the speed of the others.
 
-To `gemv` the exponent comes as an argument: with two constants at hand, the assembler takes two
-steps for what a processor does in one, masking and setting bits. In `gemm`, an argument would keep
-the compiler from dequantizing where the tensor cores want the result.
+`gemv` masks its bits where they are: as fp32 those of bit `p` and up of the mantissa alone are
+`code * 2^(p-149)`, which is exact, and its factor of x comes that much larger. The offset of codes
+is taken from the sum, once for all outputs. `gemm` puts an exponent above the bits: bits `p` and up
+of the mantissa of `2^(23-p)` are worth 1 and up, so the result is `2^(23-p) + code`, and
+subtracting `2^(23-p) + 2^(bits-1)` gives q exactly.
 
 In all kernels N is `outputs` and K is `columns`; GROUP is the group size, or 0 if there is a scale
 per row; `zero` and `bias` may be None; ALIGNED promises that rows are whole 16-byte pieces.
@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 
 EXPONENT = tl.constexpr(150 << 23)  # of 2^23 in fp32
+STAGES = tl.constexpr(3)  # of `gemv`: the weights of so many steps, less one, are on their way
+_UP = tl.constexpr(77)  # sums of products are so many powers of two too small until they are done
 
 
 @triton.jit
@@ -57,6 +59,21 @@ def _value(
 
 
 @triton.jit
+def _code(words: tl.tensor, J: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """Value J of each word plus `2^(bits - 1)`, times `2^(place - 149)`, as fp32 and exactly."""
+    SHIFT: tl.constexpr = 0 if (J + 1) * BITS <= 23 else (12 if BITS == 4 else 16)
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (J * BITS - SHIFT)
+    return ((words >> SHIFT) & MASK).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _large(x: tl.tensor, J: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """What `_code` is to be multiplied with."""
+    SHIFT: tl.constexpr = 0 if (J + 1) * BITS <= 23 else (12 if BITS == 4 else 16)
+    return x * 2.0 ** (149 - _UP - (J * BITS - SHIFT))
+
+
+@triton.jit
 def _piece(
     x: tl.tensor,
     rows: tl.tensor,
@@ -67,12 +84,18 @@ def _piece(
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Eight columns of x from each k on, of row m each: [ROWS, len(k) / ROWS, 8]."""
+    """Eight columns of x from each k on, of row m each: [ROWS, len(k) / ROWS, 8].
+
+    There always are rows; but a load in a branch is no part of a loop's pipeline. x, which all
+    programs share, comes from the L1 cache.
+    """
     column = k[:, None] + tl.arange(0, 8)
     mask = ((m < rows) & inside)[:, None]
     if not ALIGNED:
         mask = mask & (column < columns)
-    values = tl.load(x + m[:, None] * columns + column, mask=mask, other=0)
+    values = tl.zeros((k.shape[0], 8), x.dtype.element_ty)
+    if rows > 0:
+        values = tl.load(x + m[:, None] * columns + column, mask=mask, other=0)
     return values.reshape(ROWS, k.shape[0] // ROWS, 8)
 
 
@@ -107,41 +130,47 @@ def _chunk_of_x(
 @triton.jit
 def _by_chunk(
     table: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
-    BLOCK_N: tl.constexpr,
+    row: tl.tensor,
+    columns: tl.tensor,
+    start: tl.tensor,
+    last: tl.tensor,
+    PER_CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """What a table holds at [BLOCK_N, CHUNKS] places: fp32, 0 where a chunk is not inside."""
-    at = at.reshape(BLOCK_N * CHUNKS)
-    mask = inside[None].broadcast_to(BLOCK_N, CHUNKS).reshape(BLOCK_N * CHUNKS)
-    values = tl.load(table + at, mask=mask, other=0)
-    return values.reshape(BLOCK_N, CHUNKS).to(tl.float32)
+    """What a table [N, groups] holds for each chunk from `start` on: [BLOCK_N · CHUNKS], flat."""
+    SIZE: tl.constexpr = row.shape[0] * CHUNKS
+    chunk = start + tl.arange(0, CHUNKS)
+    at = row * (columns // GROUP) + (chunk * PER_CHUNK // GROUP)[None]
+    mask = (chunk < last)[None].broadcast_to(row.shape[0], CHUNKS)
+    return tl.load(table + at.reshape(SIZE), mask=mask.reshape(SIZE), other=0)
 
 
 @triton.jit
 def _product(
     words: tl.tensor,
     pieces: tl.tensor,
-    zero: tl.tensor,
-    exponent: tl.tensor,
     total: tl.tensor,
+    sums: tl.tensor,
     PIECES: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of four words of each row, [BLOCK_N, CHUNKS] each, with x to `total`."""
+    """Add four words of each row, [BLOCK_N, CHUNKS] each, times x to `total`, and x to `sums`.
+
+    A word holds values plus `2^(bits - 1)`; `total` is of these, and `2^-_UP` times too small.
+    """
     PER_WORD: tl.constexpr = 32 // BITS
     for i in tl.static_range(PIECES):
         values = _pieces(pieces[i].to(tl.float32))
         for j in tl.static_range(8):
-            word = words[(i * 8 + j) // PER_WORD]
-            q = _value(word, zero, exponent, j % PER_WORD, BITS)
-            total += q[:, None, :] * values[j][None]
-    return total
+            code = _code(words[(i * 8 + j) // PER_WORD], j % PER_WORD, BITS)
+            total += code[:, None, :] * _large(values[j], j % PER_WORD, BITS)[None]
+            sums += values[j]
+    return total, sums
 
 
 @triton.jit(do_not_specialize=["rows", "per_split"])
-def gemv(
+def gemv(  # noqa: C901 - its branches are on constants
     x: tl.tensor,
     packed: tl.tensor,
     scale: tl.tensor,
@@ -152,7 +181,6 @@ def gemv(
     outputs: tl.tensor,
     columns: tl.tensor,
     per_split: tl.tensor,
-    exponent: tl.tensor,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -165,6 +193,9 @@ def gemv(
     A thread takes whole chunks of 16 bytes of BLOCK_N rows of the weight, CHUNKS of them side by
     side in a program of as many threads, and the 16 or 32 values of x that belong to them. Sums
     are combined over threads once, at the end. The order of addition does not depend on ROWS.
+
+    Weights are fetched two steps ahead, past the registers: else the assembler orders loads to
+    save those, and few are on their way at a time.
 
     What is loaded is laid out flat, and shaped afterwards: of tensors with more axes, versions of
     Triton before 3.7 give a thread other elements than it needs, and then move all of them through
@@ -181,7 +212,6 @@ def gemv(
         outputs: N.
         columns: K.
         per_split: Chunks of a split.
-        exponent: EXPONENT.
         BITS: 4 or 8.
         GROUP: A multiple of 32, or 0.
         ROWS: A power of 2.
@@ -203,9 +233,17 @@ def gemv(
     first = split * per_split
     last = tl.minimum(first + per_split, tl.cdiv(columns, PER_CHUNK))
     total = tl.zeros((BLOCK_N, ROWS, CHUNKS), tl.float32)
-    for start in range(first, last, CHUNKS):
-        chunk = start + tl.arange(0, CHUNKS)
-        inside = chunk < last
+    sums = tl.zeros((ROWS, CHUNKS), tl.float32)
+    offset = 2.0 ** (BITS - 1)
+    if (zero is not None) and (GROUP == 0):
+        offset += tl.load(zero + row).to(tl.float32)[:, None]
+    if not GROUP:  # ahead of what takes long
+        factor = tl.load(scale + row).to(tl.float32)
+    if GROUP:  # too small for asynchronous loads: they are fetched a step ahead here
+        s = _by_chunk(scale, row, columns, first, last, PER_CHUNK, CHUNKS, GROUP)
+        if zero is not None:
+            z = _by_chunk(zero, row, columns, first, last, PER_CHUNK, CHUNKS, GROUP)
+    for start in tl.range(first, last, CHUNKS, num_stages=STAGES):
         word = start * 4 + tl.arange(0, 4 * CHUNKS)
         there = word < last * 4
         if not ALIGNED:
@@ -213,22 +251,24 @@ def gemv(
         w = tl.load(packed + row * words + word[None], mask=there[None], other=0)
         w = _pieces(w.reshape(BLOCK_N, CHUNKS, 4))
         pieces = _chunk_of_x(x, rows, columns, start, last, PER_CHUNK, CHUNKS, ROWS, ALIGNED)
-        at = row + (chunk * 0)[None]
         if GROUP:
-            at = row * (columns // GROUP) + (chunk * PER_CHUNK // GROUP)[None]
-        offset = 0.0
-        if zero is not None:
-            offset = _by_chunk(zero, at, inside, BLOCK_N, CHUNKS)
-        if GROUP:
-            s = _by_chunk(scale, at, inside, BLOCK_N, CHUNKS)
-        part = tl.zeros((BLOCK_N, ROWS, CHUNKS), tl.float32)
-        part = _product(w, pieces, offset, exponent, part, PIECES, BITS)
-        if GROUP:
-            part = part * s[:, None, :]
-        total += part
+            its, ahead = offset, start + CHUNKS
+            by_chunk = s.to(tl.float32).reshape(BLOCK_N, 1, CHUNKS)
+            s = _by_chunk(scale, row, columns, ahead, last, PER_CHUNK, CHUNKS, GROUP)
+            if zero is not None:
+                its += z.to(tl.float32).reshape(BLOCK_N, 1, CHUNKS)
+                z = _by_chunk(zero, row, columns, ahead, last, PER_CHUNK, CHUNKS, GROUP)
+            part = tl.zeros((BLOCK_N, ROWS, CHUNKS), tl.float32)
+            sums = tl.zeros((ROWS, CHUNKS), tl.float32)
+            part, sums = _product(w, pieces, part, sums, PIECES, BITS)
+            total += (part * 2.0**_UP - its * sums[None]) * by_chunk
+        else:
+            total, sums = _product(w, pieces, total, sums, PIECES, BITS)
+    if not GROUP:
+        total = total * 2.0**_UP - offset * sums[None]
     result = tl.sum(total, 2)
     if not GROUP:
-        result = result * tl.load(scale + row).to(tl.float32)
+        result = result * factor
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)
     where = y + (split * rows + m)[None] * outputs + n[:, None]
@@ -236,37 +276,108 @@ def gemv(
 
 
 @triton.jit
-def _by_word(
+def _of_tile(
     table: tl.tensor,
     row: tl.tensor,
     columns: tl.tensor,
-    start: tl.tensor,
-    BLOCK_N: tl.constexpr,
+    tile: tl.tensor,
     BLOCK_K: tl.constexpr,
     PER_WORD: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """What a table [N, groups] holds for each word of a tile: fp32 [BLOCK_N, BLOCK_K / PER_WORD].
-
-    A tile of whole groups reads each once, side by side: only loads of 4 bytes and more are made
-    asynchronous, and only with those can words be dequantized where the tensor cores want them.
-    """
-    BLOCK_W: tl.constexpr = BLOCK_K // PER_WORD
+    """What a table [N, groups] holds for a tile: of each group if it has whole ones, or word."""
     BLOCK_G: tl.constexpr = BLOCK_K // GROUP if GROUP else 0
     if BLOCK_G * GROUP == BLOCK_K:
-        group = start // GROUP + tl.arange(0, BLOCK_G)[None]
-        at = table + row * (columns // GROUP) + group
-        values = tl.load(at, mask=group * GROUP < columns, other=0).to(tl.float32)
-        shape: tl.constexpr = (BLOCK_N, BLOCK_G, BLOCK_W // BLOCK_G)
-        return values.expand_dims(2).broadcast_to(shape).reshape(BLOCK_N, BLOCK_W)
+        group = tile * BLOCK_G + tl.arange(0, BLOCK_G)[None]
+        return tl.load(table + row * (columns // GROUP) + group, group * GROUP < columns, 0)
     else:
-        k = start + tl.arange(0, BLOCK_W)[None] * PER_WORD
+        k = tile * BLOCK_K + tl.arange(0, BLOCK_K // PER_WORD)[None] * PER_WORD
         at = table + (row * (columns // GROUP) + k // GROUP if GROUP else row + k * 0)
-        return tl.load(at, mask=k < columns, other=0).to(tl.float32)
+        return tl.load(at, mask=k < columns, other=0)
+
+
+@triton.jit
+def _by_word(values: tl.tensor, BLOCK_W: tl.constexpr) -> tl.tensor:
+    """What `_of_tile` gave, as fp32 and for each word: [BLOCK_N, BLOCK_W]."""
+    N: tl.constexpr = values.shape[0]
+    G: tl.constexpr = values.shape[1]
+    values = values.to(tl.float32)
+    return values.expand_dims(2).broadcast_to(N, G, BLOCK_W // G).reshape(N, BLOCK_W)
+
+
+@triton.jit
+def _pair(
+    words: tl.tensor,
+    less: tl.tensor,
+    s: tl.tensor,
+    J: tl.constexpr,
+    HALF: tl.constexpr,
+    SCALE: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Values J and J + 4 of each word, dequantized: [N, W, 2]. See `_add_pairs`."""
+    pair = ((words >> (4 * J)) & 0x000F000F) | EXPONENTS
+    low = (pair & 0xFFFF).to(tl.int16).to(HALF, bitcast=True) - less
+    high = (pair >> 16).to(tl.int16).to(HALF, bitcast=True) - less
+    if GROUP and SCALE == HALF:
+        low, high = low * s.to(HALF), high * s.to(HALF)
+    elif GROUP:
+        low, high = (low.to(tl.float32) * s).to(HALF), (high.to(tl.float32) * s).to(HALF)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _add_pairs(
+    total: tl.tensor,
+    words: tl.tensor,
+    x: tl.tensor,
+    s: tl.tensor,
+    zero: tl.tensor,
+    HAS_ZERO: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """`total` plus the product of a tile's words of eight values with x, [BLOCK_M, BLOCK_K].
+
+    Values j and j + 4 of a word make a register of two numbers of 16 bits as they lie: an exponent
+    is put above both at once, 7 or 10 bits of mantissa hold them, and processors subtract and
+    multiply both at once.
+    """
+    HALF: tl.constexpr = x.dtype
+    IS_BF16: tl.constexpr = x.dtype == tl.bfloat16
+    EXPONENTS: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400  # of 2^7 and of 2^10
+    ONE: tl.constexpr = 128.0 if IS_BF16 else 1024.0
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    M: tl.constexpr = x.shape[0]
+    x = x.reshape(M, W, 2, 2, 2)  # token, word, j / 4, j / 2 % 2, j % 2
+    less = tl.full((1, 1), ONE + 8.0, tl.float32).to(HALF)
+    if HAS_ZERO:
+        less = (zero + (ONE + 8.0)).to(HALF)
+    q0 = _pair(words, less, s, 0, HALF, SCALE, EXPONENTS, GROUP)
+    q1 = _pair(words, less, s, 1, HALF, SCALE, EXPONENTS, GROUP)
+    q2 = _pair(words, less, s, 2, HALF, SCALE, EXPONENTS, GROUP)
+    q3 = _pair(words, less, s, 3, HALF, SCALE, EXPONENTS, GROUP)
+    if M == 16:  # in two products, for whose operands larger tiles have too few registers
+        even, odd = x.split()
+        q = tl.join(q0, q2).permute(0, 3, 1, 2).reshape(N, 4 * W)
+        total = tl.dot(q, even.permute(0, 3, 1, 2).reshape(M, 4 * W).trans(), total)
+        q = tl.join(q1, q3).permute(0, 3, 1, 2).reshape(N, 4 * W)
+        total = tl.dot(q, odd.permute(0, 3, 1, 2).reshape(M, 4 * W).trans(), total)
+    else:
+        even, odd = x.split()
+        x0, x2 = even.split()
+        x1, x3 = odd.split()
+        total = tl.dot(q0.reshape(N, 2 * W), x0.reshape(M, 2 * W).trans(), total)
+        total = tl.dot(q1.reshape(N, 2 * W), x1.reshape(M, 2 * W).trans(), total)
+        total = tl.dot(q2.reshape(N, 2 * W), x2.reshape(M, 2 * W).trans(), total)
+        total = tl.dot(q3.reshape(N, 2 * W), x3.reshape(M, 2 * W).trans(), total)
+    return total
 
 
 @triton.jit(do_not_specialize=["rows", "per_split"])
-def gemm(
+def gemm(  # noqa: C901 - likewise
     x: tl.tensor,
     packed: tl.tensor,
     scale: tl.tensor,
@@ -283,6 +394,7 @@ def gemm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MULTIPLE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ) -> None:
     """`y = x · Wᵀ + bias` with tensor cores, the weight dequantized in registers.
 
@@ -308,6 +420,7 @@ def gemm(
         BLOCK_N: Rows of the weight a program.
         BLOCK_K: Columns at a time, at least 16 words.
         MULTIPLE: Divides K: BLOCK_K, 32 or 1.
+        PAIRS: Dequantize two values of 4 bits at once, as processors from 8.0 on can.
     """
     PER_WORD: tl.constexpr = 32 // BITS
     BLOCK_W: tl.constexpr = BLOCK_K // PER_WORD
@@ -320,6 +433,12 @@ def gemm(
     first = split * per_split
     last = tl.minimum(first + per_split, tl.cdiv(columns, BLOCK_K))
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # What is too small for asynchronous loads is fetched a tile ahead where registers suffice.
+    AHEAD: tl.constexpr = BLOCK_M == 16
+    if AHEAD and zero is not None:
+        its_zero = _of_tile(zero, row, columns, first, BLOCK_K, PER_WORD, GROUP)
+    if AHEAD and GROUP:
+        its_scale = _of_tile(scale, row, columns, first, BLOCK_K, PER_WORD, GROUP)
     for tile in range(first, last):
         word = tile * BLOCK_W + tl.arange(0, BLOCK_W)[None]
         k = tile * BLOCK_K + tl.arange(0, BLOCK_K)[None]
@@ -330,19 +449,30 @@ def gemm(
         else:
             w = tl.load(packed + row * words + word, mask=word < words, other=0)
             values = tl.load(at_x, mask=(m < rows)[:, None] & (k < columns), other=0)
-        start = tile * BLOCK_K
-        offset = 0.0
+        offset, s = 0.0, 1.0
         if zero is not None:
-            offset = _by_word(zero, row, columns, start, BLOCK_N, BLOCK_K, PER_WORD, GROUP)
+            if not AHEAD:
+                its_zero = _of_tile(zero, row, columns, tile, BLOCK_K, PER_WORD, GROUP)
+            offset = _by_word(its_zero, BLOCK_W)
+            if AHEAD:
+                its_zero = _of_tile(zero, row, columns, tile + 1, BLOCK_K, PER_WORD, GROUP)
         if GROUP:
-            s = _by_word(scale, row, columns, start, BLOCK_N, BLOCK_K, PER_WORD, GROUP)
-        values = _pieces(values.reshape(BLOCK_M, BLOCK_W, PER_WORD))
-        for j in tl.static_range(PER_WORD):
-            q = _value(w, offset, EXPONENT, j, BITS)
-            if GROUP:
-                q = q * s
-            q = q.to(values[j].dtype)
-            total = tl.dot(q, values[j].trans(), total)
+            if not AHEAD:
+                its_scale = _of_tile(scale, row, columns, tile, BLOCK_K, PER_WORD, GROUP)
+            s = _by_word(its_scale, BLOCK_W)
+            if AHEAD:
+                its_scale = _of_tile(scale, row, columns, tile + 1, BLOCK_K, PER_WORD, GROUP)
+        if PAIRS:
+            SCALE: tl.constexpr = scale.dtype.element_ty
+            total = _add_pairs(total, w, values, s, offset, zero is not None, SCALE, GROUP)
+        else:
+            values = _pieces(values.reshape(BLOCK_M, BLOCK_W, PER_WORD))
+            for j in tl.static_range(PER_WORD):
+                q = _value(w, offset, EXPONENT, j, BITS)
+                if GROUP:
+                    q = q * s
+                q = q.to(values[j].dtype)
+                total = tl.dot(q, values[j].trans(), total)
     if not GROUP:
         total = total * tl.load(scale + row).to(tl.float32)
     if bias is not None:

@@ -110,6 +110,14 @@ def test_every_tile_equals_the_reference(device, rows, bits, group):
     check(run(weight, x, None, 1), x, weight, None, rounds_weight=True)
 
 
+@pytest.mark.parametrize("rows", [3, 40])
+def test_cards_before_8_0_take_values_one_by_one(device, monkeypatch, rows):
+    monkeypatch.setattr(linear, "_has_tensor_cores_of_8", lambda device: False)
+    weight = affine_weight(70, 320, 4, 64, with_zero=True).to(device)
+    x = randn(rows, 320, dtype=torch.float16).to(device)
+    check(run(weight, x, None, 1), x, weight, None, rounds_weight=True)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_few_outputs_of_many_inputs_are_cut_along_the_inputs(device, rows, bits):

@@ -56,7 +56,7 @@ class Flight:
     def tokens(self) -> list[int | None]:
         """Per sequence what was chosen, None where a logit was not finite; waits for it.
 
-        It means nothing for sequences that `Decoding.chooses_for` excludes.
+        It means nothing for sequences whose sampler looks back: there the host chooses.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -119,16 +119,12 @@ class Decoding:
             return None
         return cls(decoder, cache, vocab_size=vocab_size, positions=positions, graphs=graphs)
 
-    def chooses_for(self, sequence: Sequence) -> bool:
-        """Whether steps choose its next token; else the host does."""
-        return sequence.sampler.is_memoryless
-
     def choose(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int | None]:
         """What a step would choose; waits for it.
 
         Args:
             logits: fp32 [sequences, vocab], where the model computes.
-            sequences: That steps choose for.
+            sequences: Whose samplers are memoryless.
 
         Returns:
             As `Flight.tokens`.
@@ -154,8 +150,9 @@ class Decoding:
         ]
         lengths = [max(map(len, tables)) for tables in zip(*(row[3] for row in rows), strict=True)]
         widths = tuple(map(_width, lengths))
-        drawn = any(self.chooses_for(s) and not s.sampler.is_greedy for s in sequences)
-        kept = self._queues and not all(map(self.chooses_for, sequences))
+        samplers = [s.sampler if s.sampler.is_memoryless else None for s in sequences]
+        drawn = any(sampler is not None and not sampler.is_greedy for sampler in samplers)
+        kept = self._queues and None in samplers
         size = _power(len(rows)) if self._queues else len(rows)
         key = _Shape(size, widths, drawn, kept)
         step = self._steps.get(key)
@@ -165,7 +162,7 @@ class Decoding:
             step = self._steps[key] = self._new_step(key)
         step.load(rows)
         if drawn:
-            step.load_draws([s.sampler if self.chooses_for(s) else None for s in sequences])
+            step.load_draws(samplers)
         return self._fly(step, list(sequences), positions)
 
     def launch_ahead(self, flight: Flight) -> Flight | None:
@@ -201,16 +198,19 @@ class Decoding:
             self._pool = None  # it goes with the last graph
 
     def _step_of(self, key: _Shape) -> _FixedStep:
-        if key.kept and self._kept is None:
-            most = _power(self._cache.padding_slot), self._decoder.config.vocab_size
-            self._kept = torch.empty(most, device=self._decoder.ops.device)
+        kept = None
+        if key.kept:
+            if self._kept is None:
+                most = _power(self._cache.padding_slot), self._decoder.config.vocab_size
+                self._kept = torch.empty(most, device=self._decoder.ops.device)
+            kept = self._kept[: key.size]
         return _FixedStep(
             self._decoder,
             self._cache,
             key,
             vocab_size=self.vocab_size,
             rotary=self._rotary,
-            kept=self._kept[: key.size] if key.kept and self._kept is not None else None,
+            kept=kept,
         )
 
     def _new_step(self, key: _Shape) -> _FixedStep:

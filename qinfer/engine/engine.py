@@ -212,7 +212,7 @@ class Engine:
         """
         decoding, its_row = self.decoding, dict(zip(sequences, rows, strict=True))
         if decoding is not None:
-            chosen = [s for s in sequences if decoding.chooses_for(s)]
+            chosen = [s for s in sequences if s.sampler.is_memoryless]
             if chosen:
                 some = logits[[its_row.pop(s) for s in chosen]]
                 for sequence, token in zip(chosen, decoding.choose(some, chosen), strict=True):
@@ -226,7 +226,7 @@ class Engine:
     def _decode(self, decoding: Decoding, chunks: SequenceOf[Chunk]) -> None:
         """Run one token of each sequence, launched in the step before if that could foresee it."""
         sequences = [chunk.sequence for chunk in chunks]
-        on_host = [i for i, s in enumerate(sequences) if not decoding.chooses_for(s)]
+        on_host = [i for i, s in enumerate(sequences) if not s.sampler.is_memoryless]
         flight, self._ahead = self._ahead, None
         if flight is None or not flight.is_of(sequences) or any(c.copies for c in chunks):
             for chunk in chunks:

@@ -38,10 +38,11 @@ class Draws:
     """How the next token of each sequence is drawn.
 
     Attributes:
-        table: fp64 [sequences, COLUMNS]: a temperature, where 0 takes the likeliest token; of
-            how many tokens `top_k` keeps (0: all); of how much probability `top_p` keeps (1: all);
-            of which logarithm, relative to the likeliest, `min_p` keeps (-inf: all); and numbers
-            in [0, 1), the one for the token behind position p in column 4 + p % UNIFORMS.
+        table: fp64 [sequences, COLUMNS]: a temperature, at least LEAST_TEMPERATURE, or 0 to take
+            the likeliest token; of how many tokens `top_k` keeps (0: all); of how much probability
+            `top_p` keeps (1: all); of which logarithm, relative to the likeliest, `min_p` keeps
+            (-inf: all); and numbers in [0, 1), the one for the token behind position p in column
+            4 + p % UNIFORMS.
         positions: int64 [sequences], of the tokens whose logits these are.
     """
 
@@ -125,7 +126,7 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
 def _draw(logits: Tensor, settings: Sequence[float], uniform: float) -> Tensor:
     """[vocab] to the id that is drawn."""
     temperature, top_k, top_p, floor = settings
-    scaled = (logits - logits.max()) / max(temperature, LEAST_TEMPERATURE)
+    scaled = (logits - logits.max()) / temperature
     mass = (scaled.exp() * 2.0**UNIT_BITS).long()
     keep = torch.ones_like(logits, dtype=torch.bool)
     if top_k:

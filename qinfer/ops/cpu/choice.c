@@ -16,8 +16,6 @@
 /* DRAW_COLUMNS and DRAW_UNIFORMS must match COLUMNS and UNIFORMS in qinfer/ops/draws.py. */
 enum { PIECE = 1024, SPAN = 32, DRAW_UNIFORMS = 32, DRAW_COLUMNS = 4 + DRAW_UNIFORMS };
 
-static const float LEAST_TEMPERATURE = 1e-30f; /* as there */
-
 #define CODE "choice_masses.h"
 #include "each_variant.h"
 
@@ -275,7 +273,7 @@ static void pass(const void *job, int64_t i)
     const double *settings = c->draws ? c->draws + i * DRAW_COLUMNS : NULL;
     if (c->broken[i] || !settings || settings[0] == 0)
         return;
-    r.temperature = fmaxf((float)settings[0], LEAST_TEMPERATURE);
+    r.temperature = (float)settings[0];
     const int64_t token = draw(&r, settings, settings[4 + c->positions[i] % DRAW_UNIFORMS]);
     if (token < 0)
         atomic_store(&w->failed, 1);

@@ -17,7 +17,6 @@ from qinfer.ops import draws
 
 LEVELS = tl.constexpr(4)  # of reach: 4, 8, 16, all
 _UNIT = tl.constexpr(2.0**draws.UNIT_BITS)
-_LEAST_TEMPERATURE = tl.constexpr(draws.LEAST_TEMPERATURE)
 _COLUMNS = tl.constexpr(draws.COLUMNS)
 _UNIFORMS = tl.constexpr(draws.UNIFORMS)
 _LARGEST = tl.constexpr(0x7FFFFFFF)
@@ -296,7 +295,7 @@ def _reach(level):
 @triton.jit
 def _weigh(x, peak, temperature):
     """Logits as distances below the peak, at least 0, and as masses."""
-    depth = tl.abs(tl.div_rn(x - peak, tl.maximum(temperature, _LEAST_TEMPERATURE)))
+    depth = tl.abs(tl.div_rn(x - peak, temperature))
     return depth, _mass(depth)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qinfer.ops.cuda import linear_kernels
+from qinfer.ops.cuda import gemv_kernels, linear_kernels
 from qinfer.ops.cuda.compilation import Compilation
 from qinfer.quant.weights import AffineWeight, Weight
 
@@ -147,7 +147,7 @@ def _gemv(x: Tensor, weight: AffineWeight, bias: Tensor | None, y: Tensor) -> Te
     steps = -(-chunks // (32 * warps))
     splits, steps_each = _split(blocks, steps, 2 * _processors(x.device))
     target, last_bias = _target(y, bias, splits)
-    linear_kernels.gemv[(blocks, splits)](
+    gemv_kernels.gemv[(blocks, splits)](
         x,
         weight.packed,
         weight.scale,
@@ -333,7 +333,7 @@ def _gemv_compilation(
     constants["CHUNKS"] = 32 * warps
     return _compilation(
         f"gemv-{rows}x{block_n}-{kind}-w{warps}",
-        linear_kernels.gemv,
+        gemv_kernels.gemv,
         _pointers(dtype, with_zero),
         constants | {"bias": None, "ALIGNED": True} | ({} if with_zero else {"zero": None}),
         _ALIGNED,
